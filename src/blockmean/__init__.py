@@ -1,0 +1,14 @@
+"""Block mean matrices, exactly, and optimizers that see the dependency between groups of parameters.
+
+    partition.py   which entries form a block; block sums and expansion
+    matrix.py      BlockMean: Λ̄ + B̄, its inverse, roots and every other function at the cost of L×L matrices
+    plot.py        pictures of matrices and their blocks (needs the `lab` extra)
+
+After Lu, Harandi, Hartley and Pascanu, "Block Mean Approximation for Efficient Second Order Optimization".
+"""
+
+from blockmean.matrix import BlockMean
+from blockmean.partition import Partition
+
+__all__ = ["BlockMean", "Partition", "__version__"]
+__version__ = "0.1.0"

@@ -1,0 +1,319 @@
+"""Partitions: which of d entries form a block, and the two maps between entries (d) and blocks (L).
+
+A contiguous partition is stored as its L sizes. Runs of equal sizes are handled as one strided view, so block sums and
+expansions cost one pass over the data and never build an index as long as the data. Only a partition whose blocks
+interleave keeps one label per entry.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockmean._checks import require
+from blockmean._cut import By, Cut, Origin, Params, cut_tensor, named_tensors, sizes_of_labels, whole_numbers
+
+
+class Partition:
+    """An assignment of d entries to L blocks; block i has s_i entries.
+
+    Make one with `from_sizes`, `from_labels` or `of`. Equality and hash compare the assignment, never the names.
+
+    >>> p = Partition.from_sizes([2, 5, 3])
+    >>> p.num_blocks, p.num_entries
+    (3, 10)
+    >>> p.block_sum(torch.arange(10.0))
+    tensor([ 1., 20., 24.])
+    >>> p.expand(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([1., 1., 2., 2., 2., 2., 2., 3., 3., 3.])
+    """
+
+    def __init__(self, sizes: Tensor, labels: Tensor | None, origins: tuple[Origin, ...] | None) -> None:
+        self.sizes = sizes  # (L,) int64 on the CPU
+        self.num_blocks = len(sizes)  # L
+        self.num_entries = int(sizes.sum())  # d
+        self._labels = labels  # (d,) int64 on the CPU, None where blocks are contiguous
+        self._origins = origins
+
+    # ---------------------------------------------------------------- construction
+
+    @classmethod
+    def from_sizes(cls, sizes: Sequence[int] | Tensor, *, names: Sequence[str] | None = None) -> Partition:
+        """Contiguous blocks of the given sizes: the paper's partition vector s.
+
+        >>> Partition.from_sizes([2, 5, 3])
+        Partition(L=3, d=10, sizes=[2, 5, 3])
+        """
+        values = whole_numbers(sizes, "sizes", "Partition.from_sizes")
+        require(len(values) > 0, "sizes", "Partition.from_sizes", "a non-empty sequence", [])
+        bad = (values < 1).nonzero()
+        if len(bad):
+            i = int(bad[0])
+            raise ValueError(
+                f"The 'sizes' parameter of Partition.from_sizes must be positive. Got {int(values[i])} for block {i}."
+            )
+        return cls(values, None, _named_origins(names, len(values), "Partition.from_sizes"))
+
+    @classmethod
+    def from_labels(cls, labels: Sequence[int] | Tensor, *, names: Sequence[str] | None = None) -> Partition:
+        """Entry k belongs to block labels[k]; every number from 0 to L−1 must occur.
+
+        >>> Partition.from_labels([0, 1, 0, 1, 1])
+        Partition(L=2, d=5, sizes=[2, 3], interleaved)
+        """
+        sizes, kept = sizes_of_labels(labels, "Partition.from_labels")
+        return cls(sizes, kept, _named_origins(names, len(sizes), "Partition.from_labels"))
+
+    @classmethod
+    def of(cls, params: Params, by: By = "tensor") -> Partition:
+        """Partition the entries of parameters, flattened and laid end to end in their order.
+
+        `params` are tensors, (name, tensor) pairs, a mapping or a module; empty tensors have no entries and no block.
+        `by` is one of
+
+        - `"tensor"`: one block per tensor (the paper's choice);
+        - `"unit"`: one block per index of dim 0 of tensors with two or more dims, else one per tensor;
+        - `"kernel"`: one block per index of dims 0 and 1 of tensors with three or more dims, else as `"unit"`;
+        - `"module"`: all tensors of a module together (needs names); `"all"`: a single block; `"element"`: d blocks;
+        - a callable `(name, tensor)` that returns one of these names, or integer labels that broadcast to the
+          tensor's shape (equal labels form a block).
+
+        >>> layer = torch.nn.Linear(4, 3)
+        >>> Partition.of(layer, by="unit").names
+        ('weight[0]', 'weight[1]', 'weight[2]', 'bias')
+        """
+        named = [pair for pair in named_tensors(params) if pair[1].numel()]
+        require(len(named) > 0, "params", "Partition.of", "at least one tensor with entries", [])
+        cuts = [cut_tensor(name, i, tensor, by) for i, (name, tensor) in enumerate(named)]
+        sizes = torch.cat([cut.sizes for cut in cuts])
+        labels = None
+        if any(cut.labels is not None for cut in cuts):
+            offsets = itertools.accumulate((len(cut.sizes) for cut in cuts), initial=0)
+            local = (cls(cut.sizes, cut.labels, None).labels for cut in cuts)
+            labels = torch.cat([offset + entries for offset, entries in zip(offsets, local, strict=False)])
+        fine = cls(sizes, labels, tuple(cut.origin for cut in cuts))
+        if all(cut.key is None for cut in cuts):
+            return fine
+        return _merge(fine, cuts)
+
+    def coarsen(self, groups: Partition | Sequence[int] | Tensor, *, names: Sequence[str] | None = None) -> Partition:
+        """Merge blocks: block i of this partition goes into block groups[i] of the result.
+
+        >>> Partition.from_sizes([2, 5, 3]).coarsen([0, 0, 1])
+        Partition(L=2, d=10, sizes=[7, 3])
+        """
+        grouping = groups if isinstance(groups, Partition) else Partition.from_labels(groups)
+        require(
+            grouping.num_entries == self.num_blocks,
+            "groups",
+            "Partition.coarsen",
+            f"one group for each of the {self.num_blocks} blocks",
+            f"{grouping.num_entries} groups",
+        )
+        if self.is_contiguous and grouping.is_contiguous:
+            sizes = grouping.block_sum(self.sizes)
+            return Partition(sizes, None, _named_origins(names, len(sizes), "Partition.coarsen"))
+        return Partition.from_labels(grouping.labels[self.labels], names=names)
+
+    # ---------------------------------------------------------------- what it is
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the entries of each block stand side by side, block after block."""
+        return self._labels is None
+
+    @property
+    def labels(self) -> Tensor:
+        """The block of every entry, (d,) int64."""
+        if self._labels is not None:
+            return self._labels
+        return torch.repeat_interleave(torch.arange(self.num_blocks), self.sizes)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """One name per block: the parameter's, with the index of unit, kernel or entry; else its number."""
+        return tuple(name for name, _ in self._block_names())
+
+    def refines(self, coarse: Partition) -> bool:
+        """Whether every block of this partition lies inside one block of `coarse`.
+
+        >>> Partition.from_sizes([2, 2, 1]).refines(Partition.from_sizes([4, 1]))
+        True
+        """
+        if self.num_entries != coarse.num_entries:
+            return False
+        if self.is_contiguous and coarse.is_contiguous:
+            return bool(torch.isin(coarse.sizes.cumsum(0), self.sizes.cumsum(0)).all())
+        of_entry = coarse.labels
+        of_block = torch.empty_like(self.sizes).scatter_(0, self.labels, of_entry)
+        return torch.equal(of_block[self.labels], of_entry)
+
+    def describe(self, max_rows: int = 60) -> str:
+        """A table of block, parameter, entries and share of all entries, at most `max_rows` blocks long.
+
+        >>> print(Partition.of(torch.nn.Linear(4, 3)).describe())
+        block   parameter      entries  share
+        weight  weight [3, 4]       12  80.0%
+        bias    bias [3]             3  20.0%
+        2 blocks, 15 entries
+        """
+        shown = list(itertools.islice(zip(self._block_names(), self.sizes.tolist(), strict=False), max_rows))
+        rows = [("block", "parameter", "entries", "share")]
+        rows += [(name, of, f"{size:,}", f"{size / self.num_entries:.1%}") for (name, of), size in shown]
+        columns = [0, 2, 3] if self._origins is None or not any(of for (_, of), _ in shown) else [0, 1, 2, 3]
+        width = {c: max(len(row[c]) for row in rows) for c in columns}
+        lines = [
+            "  ".join(row[c].ljust(width[c]) if c < 2 else row[c].rjust(width[c]) for c in columns) for row in rows
+        ]
+        if self.num_blocks > max_rows:
+            lines.append(f"... and {self.num_blocks - max_rows:,} more")
+        return "\n".join([*lines, f"{self.num_blocks:,} blocks, {self.num_entries:,} entries"])
+
+    def __repr__(self) -> str:
+        head, tail = (self.sizes, []) if self.num_blocks <= 8 else (self.sizes[:4], self.sizes[-2:].tolist())
+        listed = ", ".join(map(str, [*head.tolist(), *(["..."] if tail else []), *tail]))
+        kind = "" if self.is_contiguous else ", interleaved"
+        return f"Partition(L={self.num_blocks}, d={self.num_entries}, sizes=[{listed}]{kind})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Partition):
+            return NotImplemented
+        if self is other:
+            return True
+        if self.is_contiguous != other.is_contiguous or not torch.equal(self.sizes, other.sizes):
+            return False
+        return self._labels is None or torch.equal(self._labels, other.labels)
+
+    def __hash__(self) -> int:
+        return hash((self.num_entries, self.is_contiguous, *self.sizes[:64].tolist()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        keep = ("sizes", "num_blocks", "num_entries", "_labels", "_origins")
+        return {key: self.__dict__[key] for key in keep}
+
+    # ---------------------------------------------------------------- entries → blocks and back
+
+    def block_sum(self, x: Tensor) -> Tensor:
+        """Sum the entries of each block: (..., d) → (..., L).
+
+        Half precision is accumulated and returned in float32; float64 stays float64. Cost O(d), one pass.
+        """
+        dtype = torch.float32 if x.is_floating_point() and x.element_size() < 4 else None
+        return self._reduce(x, lambda blocks: blocks.sum(-1, dtype=dtype))
+
+    def block_var(self, x: Tensor) -> Tensor:
+        """Unbiased variance inside each block, 0 for a single entry: (..., d) → (..., L). Cost O(d)."""
+        return self._reduce(
+            x, lambda blocks: blocks.var(-1) if blocks.shape[-1] > 1 else torch.zeros_like(blocks[..., 0])
+        )
+
+    def expand(self, y: Tensor) -> Tensor:
+        """Repeat each block's value over its entries: (..., L) → (..., d). The adjoint of `block_sum`."""
+        require_last(y, self.num_blocks, "y", "Partition.expand", "blocks")
+        if self._labels is not None:
+            return y.index_select(-1, self._labels_on(y.device))
+        chunks = [
+            y.narrow(-1, block, count).unsqueeze(-1).expand(*y.shape[:-1], count, size).flatten(-2)
+            for block, _, count, size in self._runs
+        ]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks, -1)
+
+    def scale_shift(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """scale_i x + shift_i on each block i, without expanding scale and shift to d entries first."""
+        require_last(x, self.num_entries, "x", "Partition.scale_shift", "entries")
+        if self._labels is not None:
+            return torch.addcmul(self.expand(shift), self.expand(scale), x)
+        chunks = []
+        for block, entry, count, size in self._runs:
+            blocks = x.narrow(-1, entry, count * size).unflatten(-1, (count, size))
+            a, b = (y.narrow(-1, block, count).unsqueeze(-1) for y in (scale, shift))
+            chunks.append(torch.addcmul(b, a, blocks).flatten(-2))
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks, -1)
+
+    # ---------------------------------------------------------------- inside
+
+    @cached_property
+    def _runs(self) -> list[tuple[int, int, int, int]]:
+        """(first block, first entry, number of blocks, their common size) for each run of equal sizes."""
+        sizes, counts = torch.unique_consecutive(self.sizes, return_counts=True)
+        runs, block, entry = [], 0, 0
+        for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+            runs.append((block, entry, count, size))
+            block, entry = block + count, entry + count * size
+        return runs
+
+    @cached_property
+    def multiple(self) -> Tensor:
+        """The blocks with more than one entry: the only ones whose λ_i is defined on its own."""
+        return (self.sizes > 1).nonzero().squeeze(-1)
+
+    @cached_property
+    def _by_device(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
+
+    def _labels_on(self, device: torch.device) -> Tensor:
+        return self._indices_on(device)[0]
+
+    def _indices_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Labels, and the order that puts entries block after block, on a device."""
+        if device not in self._by_device:
+            labels = self.labels
+            self._by_device[device] = (labels.to(device), labels.argsort(stable=True).to(device))
+        return self._by_device[device]
+
+    def _reduce(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply a reduction (..., blocks, entries) → (..., blocks) to every run of equal blocks."""
+        require_last(x, self.num_entries, "x", "Partition.block_sum", "entries")
+        if self._labels is not None:
+            # Sorting first keeps torch's pairwise summation, which index_add does not have.
+            x = x.index_select(-1, self._indices_on(x.device)[1])
+        parts = [
+            reduce(x.narrow(-1, entry, count * size).unflatten(-1, (count, size)))
+            for _, entry, count, size in self._runs
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def _block_names(self) -> Iterator[tuple[str, str]]:
+        """(name, parameter it comes from) of each block."""
+        if self._origins is None:
+            return ((str(i), "") for i in range(self.num_blocks))
+        return ((name, origin.parameter) for origin in self._origins for name in origin.block_names())
+
+
+def require_last(x: Tensor, length: int, name: str, owner: str, what: str) -> None:
+    """Raise unless the last dimension of x has the given length."""
+    got = tuple(x.shape)
+    require(x.ndim > 0 and got[-1] == length, name, owner, f"of shape (..., {length}), one value per {what[:-1]}", got)
+
+
+def _merge(fine: Partition, cuts: list[Cut]) -> Partition:
+    """Merge the blocks whose cuts carry the same key, numbered in order of first appearance."""
+    groups: list[int] = []
+    numbers: dict[str, int] = {}
+    origins: dict[object, Origin] = {}
+    count = 0
+    for i, cut in enumerate(cuts):
+        seen = origins.get(cut.key)
+        if cut.key is None or seen is None:
+            origins[cut.key or i] = cut.origin
+            groups += range(count, count + len(cut.sizes))
+            numbers[cut.key or ""] = count
+            count += len(cut.sizes)
+        else:
+            origins[cut.key] = seen._replace(parameter=f"{seen.parameter}, {cut.origin.parameter}")
+            groups.append(numbers[cut.key])
+    coarse = fine.coarsen(groups)
+    coarse._origins = tuple(origins.values())
+    return coarse
+
+
+def _named_origins(names: Sequence[str] | None, count: int, owner: str) -> tuple[Origin, ...] | None:
+    if names is None:
+        return None
+    require(len(names) == count, "names", owner, f"one name for each of the {count} blocks", f"{len(names)} names")
+    return tuple(Origin(str(name), (), "") for name in names)
