@@ -2,13 +2,16 @@
 
     partition.py   which entries form a block; block sums and expansion
     matrix.py      BlockMean: Λ̄ + B̄, its inverse, roots and every other function at the cost of L×L matrices
+    optim/         AdaGradBMA, AdaGradFull: drop-in for torch.optim, one per file
     plot.py        pictures of matrices and their blocks (needs the `lab` extra)
 
 After Lu, Harandi, Hartley and Pascanu, "Block Mean Approximation for Efficient Second Order Optimization".
 """
 
+from blockmean import plot
 from blockmean.matrix import BlockMean
+from blockmean.optim import AdaGradBMA, AdaGradFull
 from blockmean.partition import Partition
 
-__all__ = ["BlockMean", "Partition", "__version__"]
+__all__ = ["AdaGradBMA", "AdaGradFull", "BlockMean", "Partition", "__version__", "plot"]
 __version__ = "0.1.0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ class Origin(NamedTuple):
     name: str
     grid: tuple[int, ...]  # one block per index of the grid; () is a single block
     parameter: str
+    module: str = ""  # what coupling="module" groups by
 
     def block_names(self) -> Iterator[str]:
         for index in itertools.product(*map(range, self.grid)):
@@ -35,9 +36,10 @@ class Cut(NamedTuple):
     """One parameter cut into blocks; blocks with the same key are merged over parameters afterwards."""
 
     sizes: Tensor
-    labels: Tensor | None
+    labels: Tensor | None  # None where the blocks are contiguous
     origin: Origin
     key: str | None
+    is_grid: bool  # one block per index of the leading dims, as origin.grid says
 
 
 def cut_tensor(name: str, position: int, tensor: Tensor, by: By) -> Cut:
@@ -48,13 +50,21 @@ def cut_tensor(name: str, position: int, tensor: Tensor, by: By) -> Cut:
     if callable(by):
         answer = by(name, tensor)
         if isinstance(answer, Tensor):
-            sizes, labels = sizes_of_labels(answer.broadcast_to(shape).flatten(), f"the partition of {parameter}")
-            return Cut(sizes, labels, Origin(shown, (len(sizes),), parameter), None)
+            try:
+                answer = answer.broadcast_to(shape)
+            except RuntimeError:
+                raise ValueError(
+                    f"The labels that 'by' returns for {parameter} must broadcast to its shape. "
+                    f"Got shape {tuple(answer.shape)} instead."
+                ) from None
+            sizes, labels = sizes_of_labels(answer.flatten(), f"the partition of {parameter}")
+            origin = Origin(shown, (len(sizes),), parameter, module_of(name))
+            return Cut(sizes, labels, origin, None, is_grid=False)
         by = answer
     require(by in BY, "by", "Partition.of", f"a callable or one of {', '.join(map(repr, BY))}", by)
     if by == "module" and not name:
         raise ValueError("Partition.of(by='module') needs names. Pass model.named_parameters() or the model itself.")
-    key = {"module": module_of(name), "all": "all"}.get(str(by))
+    group = {"module": module_of(name), "all": "all"}.get(str(by))
     if by == "element":
         grid = shape
     elif by == "kernel" and tensor.ndim >= 3:
@@ -64,7 +74,32 @@ def cut_tensor(name: str, position: int, tensor: Tensor, by: By) -> Cut:
     else:
         grid = ()
     count = math.prod(grid)
-    return Cut(torch.full((count,), tensor.numel() // count), None, Origin(key or shown, grid, parameter), key)
+    origin = Origin(group or shown, grid, parameter, group or module_of(name))
+    key = group and f"{by} {group}"  # a module may be called "all"
+    return Cut(torch.full((count,), tensor.numel() // count), None, origin, key, is_grid=True)
+
+
+def number_blocks(cuts: Sequence[Cut]) -> tuple[list[int], list[Origin]]:
+    """The number of the first block of every cut, and the origins of all blocks in order of first appearance.
+
+    Cuts with a key have one block each and share it with the other cuts of that key.
+    """
+    starts: list[int] = []
+    first: dict[str, tuple[int, int]] = {}  # key → (its block, its place among the origins)
+    origins: list[Origin] = []
+    count = 0
+    for cut in cuts:
+        if cut.key in first:
+            block, place = first[cut.key]
+            origins[place] = origins[place]._replace(parameter=f"{origins[place].parameter}, {cut.origin.parameter}")
+            starts.append(block)
+            continue
+        if cut.key is not None:
+            first[cut.key] = (count, len(origins))
+        starts.append(count)
+        origins.append(cut.origin)
+        count += len(cut.sizes)
+    return starts, origins
 
 
 def named_tensors(params: Params) -> list[tuple[str, Tensor]]:
@@ -78,11 +113,17 @@ def named_tensors(params: Params) -> list[tuple[str, Tensor]]:
         params = params.items()
     named: list[tuple[str, Tensor]] = []
     for item in params:
-        name, tensor = item if isinstance(item, tuple) else ("", item)
-        require(isinstance(tensor, Tensor), "params", owner, "tensors or (name, tensor) pairs", tensor, TypeError)
-        named.append((name, tensor))
-    if len({id(tensor) for _, tensor in named}) < len(named):
-        raise ValueError(f"The 'params' parameter of {owner} must not name the same tensor twice.")
+        pair: Any = item if isinstance(item, tuple) and len(item) == 2 else ("", item)
+        good = isinstance(pair[0], str) and isinstance(pair[1], Tensor)
+        require(good, "params", owner, "tensors or (name, tensor) pairs", item, TypeError)
+        named.append(pair)
+    seen: dict[int, int] = {}
+    for i, (name, tensor) in enumerate(named):
+        if (first := seen.setdefault(id(tensor), i)) != i:
+            raise ValueError(
+                f"The 'params' parameter of {owner} must not hold the same tensor twice: number {i} {name!r} is "
+                f"number {first} {named[first][0]!r}. Leave one of them out."
+            )
     return named
 
 

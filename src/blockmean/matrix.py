@@ -12,6 +12,7 @@ inner direction: its λ_i does not exist on its own, only A_ii does, and nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from blockmean._checks import require
-from blockmean._spectral import definite_when_scaled, scaled_inverse, symmetric_function, symmetrised
+from blockmean._spectral import definite_eigh, definite_when_scaled, scaled_inverse, symmetric_function, symmetrised
 from blockmean.partition import Partition, require_last
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 ArrayLike = Tensor | Sequence[float] | Sequence[Sequence[float]]
 
+DTYPES = (torch.float32, torch.float64)
+_ROUNDING = 8  # times ε: twice what means over blocks of up to 1,500 entries were seen to err
 DENSE_LIMIT = 2**30
 """Bytes above which `to_dense` wants to be told that it is meant."""
 
@@ -54,8 +57,8 @@ class BlockMean:
     def __init__(self, partition: Partition, lam: ArrayLike, B: ArrayLike) -> None:
         require(isinstance(partition, Partition), "partition", "BlockMean", "a Partition", partition, TypeError)
         L = partition.num_blocks
-        lam, B = _floating(lam, "lam"), _floating(B, "B")
-        require_last(lam, L, "lam", "BlockMean", "blocks")
+        lam, B = _floating(lam, "lam", beside=B), _floating(B, "B", beside=lam)
+        require_last(lam, L, "lam", "BlockMean", "block")
         require(B.ndim >= 2 and B.shape[-2:] == (L, L), "B", "BlockMean", f"of shape (..., {L}, {L})", tuple(B.shape))
         for name, value in (("lam", lam), ("B", B)):
             require(bool(value.isfinite().all()), name, "BlockMean", "finite", "NaN or infinity")
@@ -92,7 +95,10 @@ class BlockMean:
         inside = (sums.diagonal(dim1=-2, dim2=-1) - traces) / (s * (s - 1)).clamp(min=1)  # b_ii, 0 where s_i = 1
         off = sums / torch.outer(s, s)
         B = off - torch.diag_embed(off.diagonal(dim1=-2, dim2=-1)) + torch.diag_embed(inside)
-        return cls(partition, traces / s - inside, B)
+        lam = traces / s - inside
+        # The rounding error of a difference of equal numbers is no λ: it would make a singular M look definite.
+        noise = lam.abs() <= _ROUNDING * torch.finfo(lam.dtype).eps * inside.abs()
+        return cls(partition, torch.where(noise, lam - lam.detach(), lam), B)
 
     @classmethod
     def from_rows(cls, G: Tensor, partition: Partition, weight: float = 1.0) -> BlockMean:
@@ -104,9 +110,10 @@ class BlockMean:
         """
         G = _floating(G, "G", "BlockMean.from_rows")
         require(G.ndim >= 2, "G", "BlockMean.from_rows", "of shape (..., rows, entries)", tuple(G.shape))
-        require_last(G, partition.num_entries, "G", "BlockMean.from_rows", "entries")
+        require_last(G, partition.num_entries, "G", "BlockMean.from_rows", "entry")
         require(bool(G.isfinite().all()), "G", "BlockMean.from_rows", "finite", "NaN or infinity")
-        u = _working(partition.block_sum(G)) / _sqrt_sizes(partition, G)  # (N, L)
+        require(math.isfinite(weight), "weight", "BlockMean.from_rows", "finite", weight)
+        u = _working(partition.block_sum(G)) / _working(partition.sizes.to(G.device)).sqrt()  # (N, L)
         inside = partition.block_var(G).sum(-2) * weight
         return cls._from_A(partition, inside[..., partition.multiple], weight * (u.mT @ u), G.dtype)
 
@@ -119,10 +126,11 @@ class BlockMean:
         A = _working(A)
         diagonal = A.diagonal(dim1=-2, dim2=-1)
         lam = diagonal.index_copy(-1, partition.multiple.to(A.device), inner.to(A))
-        root = _sqrt_sizes(partition, A)
         made = cls.__new__(cls)
         made.partition, made.lam, made._A = partition, lam.to(dtype), A.to(dtype)
-        made.B = ((A - torch.diag_embed(lam)) / torch.outer(root, root)).to(dtype)
+        made.B = ((A - torch.diag_embed(lam)) / _mean_sizes(partition, A)).to(dtype)
+        if not bool(made._A.isfinite().all() and made.lam.isfinite().all()):
+            raise ValueError(f"BlockMean: the result is beyond the range of {dtype}. Scale the matrix first.")
         return made
 
     # ---------------------------------------------------------------- what it is
@@ -157,8 +165,9 @@ class BlockMean:
 
     def to(self, *args: Any, **kwargs: Any) -> BlockMean:
         """Move to a device or a dtype, as `torch.Tensor.to` does."""
-        A = None if self._A is None else self._A.to(*args, **kwargs)
-        return self._with(self.lam.to(*args, **kwargs), self.B.to(*args, **kwargs), A)
+        lam, B = self.lam.to(*args, **kwargs), self.B.to(*args, **kwargs)
+        require(lam.dtype in DTYPES, "dtype", "BlockMean.to", "float32 or float64", lam.dtype, TypeError)
+        return self._with(lam, B, None if self._A is None else self._A.to(*args, **kwargs))
 
     def detach(self) -> BlockMean:
         """The same matrix outside of the autograd graph."""
@@ -203,7 +212,8 @@ class BlockMean:
         M = self.detach().to("cpu")
 
         def times(matrix: BlockMean) -> Callable[[Any], Any]:
-            return lambda x: (matrix @ torch.from_numpy(np.array(x)).to(matrix.dtype)).numpy()
+            # "same_kind" refuses complex vectors, whose imaginary part would be lost.
+            return lambda x: (matrix @ torch.from_numpy(np.array(x).astype(dtype, casting="same_kind"))).numpy()
 
         dtype = np.dtype(str(M.dtype).removeprefix("torch."))
         return LinearOperator(
@@ -225,7 +235,9 @@ class BlockMean:
         require(ord in ("fro", "nuc", 2), "ord", "BlockMean.norm", "'fro', 'nuc' or 2", ord)
         A, inner, times = self._canonical(), _working(self._inner()), self._times()
         if ord == "fro":
-            return (A.square().sum((-2, -1)) + (times * inner.square()).sum(-1)).sqrt().to(self.dtype)
+            parts = torch.cat([A.flatten(-2), times.sqrt() * inner], -1)
+            size: Tensor = torch.linalg.vector_norm(parts, dim=-1)  # its gradient at 0 is 0, not NaN
+            return size.to(self.dtype)
         values: Tensor = torch.linalg.svdvals(A)
         if ord == "nuc":
             return (values.sum(-1) + (times * inner.abs()).sum(-1)).to(self.dtype)
@@ -234,7 +246,8 @@ class BlockMean:
     def cond(self) -> Tensor:
         """Largest over smallest singular value; infinite where the matrix is singular. O(L³)."""
         values = torch.cat([torch.linalg.svdvals(self._canonical()), _working(self._inner()).abs()], -1)
-        return (values.amax(-1) / values.amin(-1)).to(self.dtype)
+        largest, smallest = values.amax(-1), values.amin(-1)
+        return torch.where(smallest > 0, largest / smallest, torch.inf).to(self.dtype)
 
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
         """All eigenvalues and how often each occurs: those of A once, λ_i on s_i − 1 directions. O(L³).
@@ -293,7 +306,7 @@ class BlockMean:
 
     def _times_row(self, x: Tensor, lam: Tensor, B: Tensor) -> Tensor:
         """(Λ̄ + B̄) times each row of x: λ_i x + Σ_j b_ij u_j on block i, u the block sums of x."""
-        require_last(x, self.partition.num_entries, "other", "BlockMean @", "entries")
+        require_last(x, self.partition.num_entries, "other", "BlockMean @", "entry")
         require(x.dtype == self.dtype, "other", "BlockMean @", f"of dtype {self.dtype}", x.dtype, TypeError)
         u = self.partition.block_sum(x)  # (..., L)
         shift = (B @ u.unsqueeze(-1)).squeeze(-1) if x.ndim == 1 else u @ B.mT
@@ -302,18 +315,22 @@ class BlockMean:
     def __add__(self, other: Any) -> Any:
         if not isinstance(other, BlockMean):
             return NotImplemented
-        return BlockMean(self._common(other), self.lam + other.lam, self.B + other.B)
+        made = BlockMean(self._common(other), self.lam + other.lam, self.B + other.B)
+        if self._A is not None or other._A is not None:
+            made._A = (self._canonical() + other._canonical()).to(made.dtype)
+        return made
 
     def __sub__(self, other: Any) -> Any:
         return self + -other if isinstance(other, BlockMean) else NotImplemented
 
     def __mul__(self, scalar: Any) -> Any:
         """The matrix times a number (or a tensor with one number per matrix of the batch)."""
-        if isinstance(scalar, Tensor):
-            return BlockMean(self.partition, self.lam * scalar.unsqueeze(-1), self.B * scalar[..., None, None])
-        if not isinstance(scalar, int | float):
+        if not isinstance(scalar, int | float | Tensor):
             return NotImplemented
-        return BlockMean(self.partition, self.lam * scalar, self.B * scalar)
+        c = self._number(scalar)
+        made = BlockMean(self.partition, self.lam * c.squeeze(-1), self.B * c)
+        made._A = None if self._A is None else self._A * c
+        return made
 
     __rmul__ = __mul__
 
@@ -324,8 +341,12 @@ class BlockMean:
         return self._with(-self.lam, -self.B, None if self._A is None else -self._A)
 
     def damped(self, damping: float | Tensor) -> BlockMean:
-        """M + δI."""
-        return BlockMean(self.partition, self.lam + torch.as_tensor(damping).to(self.lam).unsqueeze(-1), self.B)
+        """M + δI, with one δ or one per matrix of the batch."""
+        c = self._number(damping)
+        made = BlockMean(self.partition, self.lam + c.squeeze(-1), self.B)
+        if self._A is not None:
+            made._A = self._A + c * torch.eye(self.partition.num_blocks).to(self._A)
+        return made
 
     # ---------------------------------------------------------------- functions of the matrix
 
@@ -334,7 +355,7 @@ class BlockMean:
         inner = _working(self._inner())
         self._refuse_inner("inverse", inner == 0, "is singular")
         A, condition = scaled_inverse(self._canonical())
-        if not (condition < 1 / self._tolerance()).all():
+        if not ((condition < 1 / self._tolerance()) & self._exceeds_rounding()).all():
             raise ValueError(
                 "BlockMean.inverse: the matrix is singular to working precision: A has condition number "
                 f"{condition.max():.3g} after scaling. damped(δ) adds δ to every eigenvalue."
@@ -356,6 +377,7 @@ class BlockMean:
 
     def power(self, p: float) -> BlockMean:
         """M^p; a whole p also for matrices that are not symmetric or not positive definite. O(L³)."""
+        require(math.isfinite(p), "p", "BlockMean.power", "a finite number", p)
         if float(p).is_integer():
             base = self if p >= 0 else self.inverse()
             n = abs(int(p))
@@ -380,13 +402,15 @@ class BlockMean:
 
     def _function(self, what: str, f: Callable[[Tensor], Tensor], w: Tensor, Q: Tensor) -> BlockMean:
         values, inner = f(w), f(_working(self._inner()))
+        if not isinstance(values, Tensor) or values.shape != w.shape or values.is_complex():
+            raise ValueError(f"BlockMean.{what}: f must take a tensor to a real tensor of the same shape.")
         if values.requires_grad:
             raise ValueError(f"BlockMean.{what}: f must not itself depend on tensors that require gradients.")
         bad = ~values.isfinite()
         if bad.any():
             raise ValueError(f"BlockMean.{what}: f is not finite at the eigenvalue {w[bad][0]:.6g} of A.")
         self._refuse_inner(what, ~inner.isfinite(), "makes f not finite")
-        A = symmetric_function(symmetrised(self._canonical()), f, w, Q)
+        A = symmetric_function(symmetrised(self._canonical()), lambda x: f(x).to(x.dtype), w, Q)
         return self._from_A(self.partition, inner, A, self.dtype)
 
     # ---------------------------------------------------------------- inside
@@ -415,8 +439,7 @@ class BlockMean:
         """A in working precision."""
         if self._A is not None:
             return _working(self._A)
-        root = _sqrt_sizes(self.partition, self.lam)
-        return torch.diag_embed(_working(self.lam)) + _working(self.B) * torch.outer(root, root)
+        return torch.diag_embed(_working(self.lam)) + _working(self.B) * _mean_sizes(self.partition, self.lam)
 
     def _common(self, other: BlockMean) -> Partition:
         if self.partition != other.partition:
@@ -430,9 +453,30 @@ class BlockMean:
         """Rounding of an L×L matrix of this dtype, relative to its size."""
         return 4 * self.partition.num_blocks * torch.finfo(self.dtype).eps
 
+    def _size(self) -> Tensor:
+        """How large M is, (...): A alone may be nothing but rounding errors of λ, where block sums cancel."""
+        A, inner = self._canonical().detach(), _working(self._inner()).detach()
+        return torch.cat([A.flatten(-2), inner], -1).abs().amax(-1)
+
+    def _rounding(self) -> Tensor:
+        """How far rounding may have moved λ_i and A_ii that were computed from the entries of block ii, (..., L)."""
+        entries = self.lam.abs() + self.B.diagonal(dim1=-2, dim2=-1).abs()
+        return _working(_ROUNDING * torch.finfo(self.dtype).eps * entries.detach())
+
+    def _exceeds_rounding(self) -> Tensor:
+        """Whether no row of A is just what is left of λ_i + s_i b_ii cancelling, (...)."""
+        rows = self._canonical().detach().abs().amax(-1)
+        return (rows > (self._rounding() if self._A is None else 0)).all(-1)
+
+    def _number(self, value: float | Tensor) -> Tensor:
+        """A number, or one per matrix of the batch, in this dtype and ready to broadcast against B: (..., 1, 1)."""
+        is_complex = isinstance(value, Tensor) and value.is_complex()
+        require(not is_complex, "scalar", "BlockMean", "real", "a complex tensor", TypeError)
+        return torch.as_tensor(value, dtype=self.dtype, device=self.device)[..., None, None]
+
     def _is_symmetric(self) -> bool:
         A = self._canonical().detach()
-        return bool(((A - A.mT).abs().amax((-2, -1)) <= self._tolerance() * A.abs().amax((-2, -1))).all())
+        return bool(((A - A.mT).abs().amax((-2, -1)) <= self._tolerance() * self._size()).all())
 
     def _spectrum(self, what: str, *, definite: bool = False, semidefinite: bool = False) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of a symmetric A, outside of autograd, having refused what is asked to be."""
@@ -443,26 +487,18 @@ class BlockMean:
                 f"{(A - A.mT).abs().max():.3g}. inverse(), solve(), power(n) and @ take any matrix."
             )
         A = symmetrised(self._canonical().detach())
-        w, Q = torch.linalg.eigh(A)
-        inner = self._inner().detach()
-        if definite:
-            self._refuse_inner(what, ~(inner > 0), "is not positive definite")
-            smallest, margin = w[..., 0], self._tolerance() * w[..., -1]
-            # Blocks may differ by many orders of magnitude; what is small beside the largest is then no rounding
-            # error. So a doubtful A is judged again with its diagonal scaled to one.
-            bad = ~(smallest > margin) & ~definite_when_scaled(A, self._tolerance())
-        elif semidefinite:
-            self._refuse_inner(what, ~(inner >= 0), "is not positive semi-definite")
-            smallest, margin = w[..., 0], self._tolerance() * w.abs().amax(-1)
-            bad = ~(smallest >= -margin)
-        else:
-            return w, Q
-        if bad.any():
+        good = definite_when_scaled(A, self._tolerance()) & self._exceeds_rounding()
+        w, Q = definite_eigh(A) if bool(good.all()) else torch.linalg.eigh(A)
+        if definite or semidefinite:
             kind = "positive definite" if definite else "positive semi-definite"
-            raise ValueError(
-                f"BlockMean.{what}: the matrix is not {kind}. Its smallest eigenvalue between blocks (of A) is "
-                f"{smallest[bad][0]:.6g}, its largest {w[..., -1][bad][0]:.6g}. damped(δ) adds δ to all of them."
-            )
+            inner, floor = self._inner().detach(), -self._rounding()[..., self._multiple()]
+            self._refuse_inner(what, ~(inner > 0) if definite else ~(inner >= floor), f"is not {kind}")
+            bad = ~good if definite else ~(w[..., 0] >= -self._tolerance() * self._size())
+            if bad.any():
+                raise ValueError(
+                    f"BlockMean.{what}: the matrix is not {kind}. Its smallest eigenvalue between blocks (of A) is "
+                    f"{w[..., 0][bad][0]:.6g}, its largest {w[..., -1][bad][0]:.6g}. damped(δ) adds δ to all of them."
+                )
         return w, Q
 
     def _refuse_inner(self, what: str, bad: Tensor, complaint: str) -> None:
@@ -482,14 +518,17 @@ def _working(x: Tensor) -> Tensor:
     return x if x.device.type == "mps" else x.double()
 
 
-def _sqrt_sizes(partition: Partition, like: Tensor) -> Tensor:
-    return _working(partition.sizes.to(like.device)).sqrt()
+def _mean_sizes(partition: Partition, like: Tensor) -> Tensor:
+    """√(s_i s_j), (L, L), with exactly s_i on the diagonal: a λ_i + s_i b_ii that is 0 must come out as 0."""
+    sizes = _working(partition.sizes.to(like.device))
+    return torch.outer(sizes, sizes).sqrt()
 
 
-def _floating(values: Any, name: str, owner: str = "BlockMean") -> Tensor:
-    """A float32 or float64 tensor; whole numbers become the default dtype."""
-    x: Tensor = torch.as_tensor(values)
+def _floating(values: Any, name: str, owner: str = "BlockMean", beside: Any = None) -> Tensor:
+    """A float32 or float64 tensor; Python numbers take the dtype of the tensor beside them, or the default."""
+    takes = not hasattr(values, "dtype") and isinstance(beside, Tensor) and beside.is_floating_point()
+    x: Tensor = torch.as_tensor(values, dtype=beside.dtype if takes else None)
     if not (x.is_floating_point() or x.is_complex()):
         x = x.to(torch.get_default_dtype())
-    require(x.dtype in (torch.float32, torch.float64), name, owner, "float32 or float64", x.dtype, TypeError)
+    require(x.dtype in DTYPES, name, owner, "float32 or float64", x.dtype, TypeError)
     return x

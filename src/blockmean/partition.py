@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blockmean._checks import require
-from blockmean._cut import By, Cut, Origin, Params, cut_tensor, named_tensors, sizes_of_labels, whole_numbers
+from blockmean._cut import By, Origin, Params, cut_tensor, named_tensors, number_blocks, sizes_of_labels, whole_numbers
 
 
 class Partition:
@@ -87,9 +87,9 @@ class Partition:
         >>> Partition.of(layer, by="unit").names
         ('weight[0]', 'weight[1]', 'weight[2]', 'bias')
         """
-        named = [pair for pair in named_tensors(params) if pair[1].numel()]
-        require(len(named) > 0, "params", "Partition.of", "at least one tensor with entries", [])
-        cuts = [cut_tensor(name, i, tensor, by) for i, (name, tensor) in enumerate(named)]
+        named = enumerate(named_tensors(params))
+        cuts = [cut_tensor(name, i, tensor, by) for i, (name, tensor) in named if tensor.numel()]
+        require(len(cuts) > 0, "params", "Partition.of", "at least one tensor with entries", [])
         sizes = torch.cat([cut.sizes for cut in cuts])
         labels = None
         if any(cut.labels is not None for cut in cuts):
@@ -99,7 +99,13 @@ class Partition:
         fine = cls(sizes, labels, tuple(cut.origin for cut in cuts))
         if all(cut.key is None for cut in cuts):
             return fine
-        return _merge(fine, cuts)
+        starts, origins = number_blocks(cuts)
+        merged = [
+            block for start, cut in zip(starts, cuts, strict=True) for block in range(start, start + len(cut.sizes))
+        ]
+        coarse = fine.coarsen(merged)
+        coarse._origins = tuple(origins)
+        return coarse
 
     def coarsen(self, groups: Partition | Sequence[int] | Tensor, *, names: Sequence[str] | None = None) -> Partition:
         """Merge blocks: block i of this partition goes into block groups[i] of the result.
@@ -208,24 +214,24 @@ class Partition:
 
     def block_var(self, x: Tensor) -> Tensor:
         """Unbiased variance inside each block, 0 for a single entry: (..., d) → (..., L). Cost O(d)."""
-        return self._reduce(
-            x, lambda blocks: blocks.var(-1) if blocks.shape[-1] > 1 else torch.zeros_like(blocks[..., 0])
-        )
+
+        def var(blocks: Tensor) -> Tensor:
+            # Nothing at all (no rows) is no variance either; torch would warn.
+            return blocks.var(-1) if blocks.shape[-1] > 1 and blocks.numel() else torch.zeros_like(blocks[..., 0])
+
+        return self._reduce(x, var)
 
     def expand(self, y: Tensor) -> Tensor:
         """Repeat each block's value over its entries: (..., L) → (..., d). The adjoint of `block_sum`."""
-        require_last(y, self.num_blocks, "y", "Partition.expand", "blocks")
+        require_last(y, self.num_blocks, "y", "Partition.expand", "block")
         if self._labels is not None:
             return y.index_select(-1, self._labels_on(y.device))
-        chunks = [
-            y.narrow(-1, block, count).unsqueeze(-1).expand(*y.shape[:-1], count, size).flatten(-2)
-            for block, _, count, size in self._runs
-        ]
+        chunks = [y.narrow(-1, block, count).repeat_interleave(size, -1) for block, _, count, size in self._runs]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks, -1)
 
     def scale_shift(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """scale_i x + shift_i on each block i, without expanding scale and shift to d entries first."""
-        require_last(x, self.num_entries, "x", "Partition.scale_shift", "entries")
+        require_last(x, self.num_entries, "x", "Partition.scale_shift", "entry")
         if self._labels is not None:
             return torch.addcmul(self.expand(shift), self.expand(scale), x)
         chunks = []
@@ -268,7 +274,7 @@ class Partition:
 
     def _reduce(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply a reduction (..., blocks, entries) → (..., blocks) to every run of equal blocks."""
-        require_last(x, self.num_entries, "x", "Partition.block_sum", "entries")
+        require_last(x, self.num_entries, "x", "Partition.block_sum", "entry")
         if self._labels is not None:
             # Sorting first keeps torch's pairwise summation, which index_add does not have.
             x = x.index_select(-1, self._indices_on(x.device)[1])
@@ -288,28 +294,7 @@ class Partition:
 def require_last(x: Tensor, length: int, name: str, owner: str, what: str) -> None:
     """Raise unless the last dimension of x has the given length."""
     got = tuple(x.shape)
-    require(x.ndim > 0 and got[-1] == length, name, owner, f"of shape (..., {length}), one value per {what[:-1]}", got)
-
-
-def _merge(fine: Partition, cuts: list[Cut]) -> Partition:
-    """Merge the blocks whose cuts carry the same key, numbered in order of first appearance."""
-    groups: list[int] = []
-    numbers: dict[str, int] = {}
-    origins: dict[object, Origin] = {}
-    count = 0
-    for i, cut in enumerate(cuts):
-        seen = origins.get(cut.key)
-        if cut.key is None or seen is None:
-            origins[cut.key or i] = cut.origin
-            groups += range(count, count + len(cut.sizes))
-            numbers[cut.key or ""] = count
-            count += len(cut.sizes)
-        else:
-            origins[cut.key] = seen._replace(parameter=f"{seen.parameter}, {cut.origin.parameter}")
-            groups.append(numbers[cut.key])
-    coarse = fine.coarsen(groups)
-    coarse._origins = tuple(origins.values())
-    return coarse
+    require(x.ndim > 0 and got[-1] == length, name, owner, f"of shape (..., {length}), one value per {what}", got)
 
 
 def _named_origins(names: Sequence[str] | None, count: int, owner: str) -> tuple[Origin, ...] | None:

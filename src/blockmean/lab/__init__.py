@@ -1,0 +1,1 @@
+"""Experiments on top of the library. They use the public names of `blockmean` only; `blockmean …` runs them."""

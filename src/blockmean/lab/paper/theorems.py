@@ -1,0 +1,93 @@
+"""Proposition 1, Theorem 1, Lemma 1, Theorem 2 and the formula behind them, against dense linear algebra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from blockmean import BlockMean, Partition
+from blockmean.lab.paper.outcome import Claim, Outcome
+
+TOLERANCE = 1e-11
+"""Relative error in float64: the condition number of M, about 100, times rounding, and room for SciPy's roots."""
+
+
+def theorems(out: Path) -> Outcome:
+    """Check every theorem on a random partition, both the D that the paper prints and what the library computes.
+
+    The partition has 12 interleaved blocks of 1 to 12 entries, M the block mean of a random positive definite matrix.
+    """
+    random = torch.Generator().manual_seed(0)
+    sizes = torch.cat([torch.tensor([1]), torch.randint(1, 13, (11,), generator=random)])
+    labels = torch.repeat_interleave(torch.arange(12), sizes)
+    partition = Partition.from_labels(labels[torch.randperm(len(labels), generator=random)])
+    d, L = partition.num_entries, partition.num_blocks
+    single = torch.randn(2 * d, d, generator=random, dtype=torch.float64)
+    rows = single + partition.expand(torch.randn(2 * d, L, generator=random, dtype=torch.float64))
+    full = rows.mT @ rows / len(rows)
+    M = BlockMean.fit(full, partition)
+    dense = M.to_dense()
+
+    # The paper's notation, and its three D as they are printed.
+    S, B = torch.diag(partition.sizes.double()), M.B
+    Lam, S_root = torch.diag(M.lam), torch.diag(partition.sizes.double().sqrt())
+    S_unroot = torch.linalg.inv(S_root)
+    A = Lam + S_root @ B @ S_root
+    D_inverse = torch.linalg.inv(Lam @ S + S @ B @ S) - torch.linalg.inv(Lam @ S)
+    D_root = S_unroot @ (_power(A, 0.5) - Lam.sqrt()) @ S_unroot
+    D_inverse_root = S_unroot @ (_power(A, -0.5) - _power(Lam, -0.5)) @ S_unroot
+
+    values, times = M.eigenvalues()
+    eigenvalues = torch.repeat_interleave(values, times).sort().values
+    claims = [
+        _claim("Proposition 1: fit is the nearest Λ̄ + B̄", _nearest(full, partition), dense),
+        _claim(
+            "Theorem 1: inverse",
+            torch.linalg.inv(dense),
+            M.inverse().to_dense(),
+            BlockMean(partition, 1 / M.lam, D_inverse).to_dense(),
+        ),
+        _claim(
+            "Lemma 1: square root",
+            _power(dense, 0.5),
+            M.sqrt().to_dense(),
+            BlockMean(partition, M.lam.sqrt(), D_root).to_dense(),
+        ),
+        _claim(
+            "Theorem 2: inverse square root",
+            _power(dense, -0.5),
+            M.inverse_sqrt().to_dense(),
+            BlockMean(partition, M.lam.rsqrt(), D_inverse_root).to_dense(),
+        ),
+        _claim("any f: exponential", torch.linalg.matrix_exp(dense), M.apply(torch.exp).to_dense()),
+        _claim("any f: logarithm", torch.from_numpy(scipy.linalg.logm(dense.numpy())), M.apply(torch.log).to_dense()),
+        _claim("eigenvalues: those of A, and λ_i on s_i − 1 directions", torch.linalg.eigvalsh(dense), eigenvalues),
+    ]
+    return Outcome(claims, [])
+
+
+def _claim(claim: str, truth: Tensor, computed: Tensor, printed: Tensor | None = None) -> Claim:
+    """Compare what the library computes, and what the printed formula gives, with the dense truth."""
+    errors = {"library": computed, "as printed": printed}
+    found = {name: float((x - truth).norm() / truth.norm()) for name, x in errors.items() if x is not None}
+    measured = ", ".join(f"{error:.0e} {name}" for name, error in found.items())
+    return Claim(claim, f"relative error {measured}", all(error <= TOLERANCE for error in found.values()))
+
+
+def _power(M: Tensor, p: float) -> Tensor:
+    """M^p by SciPy, which knows nothing of blocks."""
+    return torch.from_numpy(scipy.linalg.fractional_matrix_power(M.numpy(), p))
+
+
+def _nearest(M: Tensor, partition: Partition) -> Tensor:
+    """The nearest block-mean matrix by least squares over all L + L² coefficients, without Proposition 1."""
+    member = torch.nn.functional.one_hot(partition.labels).to(M)  # (d, L)
+    diagonal = torch.einsum("mn,mi->mni", torch.eye(len(M)).to(M), member)
+    full = torch.einsum("mi,nj->mnij", member, member)
+    basis = torch.cat([diagonal.flatten(0, 1), full.flatten(2).flatten(0, 1)], 1)  # (d², L + L²)
+    # λ_i and b_ii of a single entry are the same column: the driver must cope with that.
+    coefficients: Tensor = torch.linalg.lstsq(basis, M.flatten().unsqueeze(1), driver="gelsd").solution
+    return (basis @ coefficients).reshape(M.shape)

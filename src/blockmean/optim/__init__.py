@@ -1,0 +1,6 @@
+"""Optimizers: one per file, thin classes over plain functions of lists of tensors."""
+
+from blockmean.optim.adagrad import AdaGradBMA
+from blockmean.optim.adagrad_full import AdaGradFull
+
+__all__ = ["AdaGradBMA", "AdaGradFull"]

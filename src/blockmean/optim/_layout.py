@@ -1,0 +1,123 @@
+"""Where the blocks of a parameter group lie: which rows of the L×L statistics belong to which parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from blockmean._cut import By, Cut, cut_tensor, number_blocks
+from blockmean.partition import Partition
+
+COUPLINGS = ("all", "module", "none")
+
+MATRIX_LIMIT = 2**30
+"""Bytes that one matrix between blocks may need before it is refused."""
+
+
+class TensorBlocks:
+    """The blocks of one parameter: `start` to `stop` among those of its group.
+
+    Blocks that follow the leading dims of the parameter (its `grid`) are summed and spread by broadcasting, whatever
+    the strides; others through a `Partition` of the flattened entries.
+    """
+
+    def __init__(self, cut: Cut, shape: torch.Size, start: int) -> None:
+        self.start, self.stop = start, start + len(cut.sizes)
+        self.sizes = cut.sizes
+        self.component, self.row = 0, start  # the matrix its rows are in, and the first of them there
+        self._shape = shape
+        self._grid = cut.origin.grid
+        self._partition = None if cut.is_grid else Partition(cut.sizes, cut.labels, None)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Block sums of a tensor of the parameter's shape, (blocks,)."""
+        if self._partition is not None:
+            return self._partition.block_sum(x.flatten())
+        inner = tuple(range(len(self._grid), x.ndim))
+        return (x.sum(inner) if inner else x).flatten()
+
+    def spread(self, c: Tensor) -> Tensor:
+        """One number per block, ready to broadcast against the parameter."""
+        if self._partition is not None:
+            return self._partition.expand(c).view(self._shape)
+        return c.view(*self._grid, *(1 for _ in self._shape[len(self._grid) :]))
+
+
+class Layout:
+    """The blocks of all parameters of a group, and which of them share a matrix (the coupling)."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[Tensor],
+        by: By,
+        coupling: str,
+        owner: str,
+        max_bytes: int | None = MATRIX_LIMIT,
+    ) -> None:
+        self._owner, self._max_bytes, self._named = owner, max_bytes, all(names)
+        self.parameters = [
+            f"'{name}'" if name else f"parameter {i} {list(param.shape)}"
+            for i, (name, param) in enumerate(zip(names, params, strict=True))
+        ]
+        filled = [i for i, param in enumerate(params) if param.numel()]
+        cuts = [cut_tensor(names[i], i, params[i], by) for i in filled]
+        starts, self.origins = number_blocks(cuts)
+        self.tensors: list[TensorBlocks | None] = [None] * len(params)
+        for i, cut, start in zip(filled, cuts, starts, strict=True):
+            self.tensors[i] = TensorBlocks(cut, params[i].shape, start)
+        self.num_blocks = max((blocks.stop for blocks in self.tensors if blocks), default=0)
+        self.sizes = torch.zeros(self.num_blocks, dtype=torch.int64)
+        for blocks in filter(None, self.tensors):
+            self.sizes[blocks.start : blocks.stop] += blocks.sizes
+        self.fingerprint = _fingerprint(cuts, starts)
+        self.is_shared = len(set(starts)) < len(starts)
+        self.couple(coupling)
+
+    def couple(self, coupling: str) -> None:
+        """Group blocks into matrices; `components` lists the blocks of each."""
+        self.coupling = coupling
+        self.is_diagonal = coupling == "none"
+        if coupling == "module" and not self._named:
+            raise ValueError(f"{self._owner}(coupling='module') needs names. Pass model.named_parameters().")
+        matrix_of = torch.zeros(self.num_blocks, dtype=torch.int64)
+        if coupling == "module":
+            numbers: dict[str, int] = {}
+            block = 0
+            for origin in self.origins:
+                count = math.prod(origin.grid)
+                matrix_of[block : block + count] = numbers.setdefault(origin.module, len(numbers))
+                block += count
+        count = int(matrix_of.max()) + 1 if self.num_blocks else 0
+        self.components = [(matrix_of == i).nonzero().squeeze(-1) for i in range(count)]
+        for blocks in filter(None, self.tensors):
+            blocks.component = int(matrix_of[blocks.start])
+            blocks.row = int((matrix_of[: blocks.start] == blocks.component).sum())
+        largest = max(map(len, self.components), default=0)
+        need = 8 * largest**2
+        if not self.is_diagonal and self._max_bytes is not None and need > self._max_bytes:
+            raise ValueError(
+                f"{self._owner} would need {need:,} bytes for one matrix between {largest:,} blocks, more than the "
+                f"limit of {self._max_bytes:,}. Take a coarser partition or a looser coupling (AdaGradFull: max_bytes)."
+            )
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The name of every block."""
+        return [name for origin in self.origins for name in origin.block_names()]
+
+
+def _fingerprint(cuts: Sequence[Cut], starts: Sequence[int]) -> str:
+    """A short text that is equal for equal partitions, whatever their names: counts and a checksum of the sizes."""
+    checksum = 0
+    for cut, start in zip(cuts, starts, strict=True):
+        for values in (cut.sizes, cut.labels):
+            places = 1 if values is None else torch.arange(1, len(values) + 1).remainder_(65521).mul_(values).sum()
+            checksum = (checksum * 1_000_003 + 31 * start + int(places)) % (1 << 61)
+    entries = sum(int(cut.sizes.sum()) for cut in cuts)
+    blocks = max((start + len(cut.sizes) for cut, start in zip(cuts, starts, strict=True)), default=0)
+    return f"{blocks} blocks of {entries} entries, checksum {checksum:x}"

@@ -1,0 +1,87 @@
+"""AdaGrad with the full matrix: θ ← θ − η H^-½ g, H = Σ g gᵀ (equation 11 of the paper)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from blockmean._checks import require
+from blockmean.optim._base import BlockMeanOptimizer, Member, Work, decayed_rate, move_
+
+FULL_LIMIT = 2**30
+"""Bytes that H may need before it has to be asked for."""
+
+
+class AdaGradFull(BlockMeanOptimizer):
+    """AdaGrad with the full d×d matrix of each parameter group: what AdaGradBMA approximates.
+
+    The root is computed afresh in every step. With an old one, a gradient outside the range of the old H would be
+    multiplied by eigenvalue_floor^-½, and training explodes.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or dicts of groups; H never crosses groups.
+        lr: learning rate.  # η
+        eigenvalue_floor: smallest eigenvalue of H.
+        max_bytes: refuse parameters whose H needs more; None is no limit.
+        lr_decay, weight_decay, maximize: as in `torch.optim.Adagrad`.
+        nonfinite: "raise" or "skip", as in `AdaGradBMA`.
+
+    Cost O(d³) per step; state d² numbers in float64.
+    """
+
+    _not_negative = ("lr", "weight_decay", "lr_decay")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        *,
+        eigenvalue_floor: float = 1e-8,
+        max_bytes: int | None = FULL_LIMIT,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        nonfinite: str = "raise",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "eigenvalue_floor": eigenvalue_floor,
+            "max_bytes": max_bytes,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "nonfinite": nonfinite,
+        }
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        floor = group["eigenvalue_floor"]
+        require(floor > 0, "eigenvalue_floor", type(self).__name__, "> 0", floor)
+
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return {"step": torch.tensor(0.0, dtype=torch.float32)}
+
+    def _block_sums(self, group: dict[str, Any], members: list[Member], num_blocks: int) -> Tensor:
+        sums = torch.zeros(1, num_blocks, dtype=torch.float64, device=members[0].param.device)
+        for member in members:
+            sums[0, member.blocks.start : member.blocks.stop] = member.blocks.sum(member.grad)
+        return sums
+
+    def _update(self, work: Work) -> None:
+        g = work.sums[0]
+        on = torch.zeros_like(g)
+        for member in work.members:
+            on[member.blocks.start : member.blocks.stop] = 1.0
+        floor = work.group["eigenvalue_floor"]
+        # H^-½ g = g + [H^-½ − I] g; entries without a gradient sit out.
+        step = g + self._correction(work, on, g, on, keep_diagonal=True, floor=floor)
+        for member in work.members:
+            delta = member.blocks.spread(step[member.blocks.start : member.blocks.stop])
+            move_(member, delta.to(member.grad.dtype), decayed_rate(work.group, member))
+
+    def _fallback_root(self, A: Tensor, floor: float) -> Tensor:
+        return torch.diag(A.diagonal().clamp(min=floor).rsqrt() - 1)

@@ -1,0 +1,92 @@
+"""Benchmarks run, their records are complete, and pictures can be drawn from them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+def load(path: str) -> ModuleType:
+    """Import a script that is not part of the package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    out = tmp_path_factory.mktemp("benchmarks") / "algebra.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "algebra.py"), "--quick", "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(out.read_text())
+
+
+def test_the_record_says_where_it_was_taken(record: dict):
+    environment = record["environment"]
+    assert environment["torch"] == torch.__version__
+    assert environment["threads"] == 1
+    assert {"python", "scipy", "cpu", "cores", "date", "code", "load"} <= set(environment)
+
+
+def test_every_point_has_times_ratios_and_quartiles_in_order(record: dict):
+    assert {point["sweep"] for point in record["points"]} == {"d", "L"}
+    for point in record["points"]:
+        for table in ("seconds", "ratio_to_read", "ratio_to_read_and_write", "ratio_to_block_mean"):
+            assert "inverse_sqrt @ v" in point[table]
+            for value in point[table].values():
+                assert 0 < value["lower"] <= value["median"] <= value["upper"]
+        assert point["ratio_to_read"]["read v"]["median"] == 1
+
+
+def test_dense_rivals_are_there_where_affordable_and_compute_the_same(record: dict):
+    small, large = record["points"][:2]
+    assert "dense torch, eigh @ v" in small["seconds"]
+    assert "dense SciPy, eigh @ v" in small["seconds"]
+    assert small["relative_error"] < 1e-5  # float32 products around a float64 root
+    assert "dense torch, eigh @ v" not in large["seconds"]
+    assert large["relative_error"] is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_peak_memory_of_the_dense_way_is_at_least_one_matrix(record: dict):
+    point = record["points"][0]
+    assert point["peak_bytes"]["dense torch, eigh @ v"] >= 4 * point["d"] ** 2
+    assert record["points"][1]["peak_bytes"] is None  # not measured, which is not 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_peak_bytes_sees_what_was_freed_again():
+    timing = load("benchmarks/timing.py")
+    million = 2**20
+    peak = timing.peak_bytes(lambda: torch.ones(16 * million).sum())  # float32
+    assert abs(peak - 64 * million) < 8 * million  # the kernel counts pages in batches
+
+
+def test_interleaving_takes_every_operation_equally_often():
+    timing = load("benchmarks/timing.py")
+    samples = timing.interleaved({"a": lambda: sum(range(50_000)), "b": lambda: sum(range(200_000))}, 5)
+    assert {name: len(own) for name, own in samples.items()} == {"a": 5, "b": 5}
+    assert timing.summary([3.0, 1.0, 2.0]) == {"median": 2.0, "lower": 1.5, "upper": 2.5}
+    assert timing.ratios({"a": [1.0, 2.0], "b": [2.0, 8.0]}, "a")["b"]["median"] == 3.0
+
+
+def test_the_picture_is_drawn_from_the_record_alone(record: dict, tmp_path: Path):
+    pictures = load("docs/figures.py").algebra_cost(record, tmp_path)
+    assert [path.name for path in pictures] == ["algebra_cost.svg", "algebra_cost.png"]
+    assert all(path.stat().st_size > 5000 for path in pictures)
+
+
+def test_pictures_of_the_documentation_are_small():
+    pictures = list((ROOT / "docs" / "img").iterdir())
+    assert {path.name for path in pictures} >= {"fig2.svg", "fig3.svg", "algebra_cost.svg"}
+    assert all(path.stat().st_size < 200_000 for path in pictures)

@@ -1,0 +1,66 @@
+"""Every Python block of the documentation runs, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+@pytest.fixture(autouse=True)
+def _keep_torch_as_it_was():
+    dtype, state = torch.get_default_dtype(), torch.get_rng_state()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_rng_state(state)
+
+
+def run_blocks(text: str, name: str) -> int:
+    """Run all ```python blocks in one namespace, those with prompts as doctests; returns how many there are."""
+    namespace: dict[str, object] = {}
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    blocks = list(BLOCK.finditer(text))
+    for block in blocks:
+        line = text.count("\n", 0, block.start(1))
+        if block[1].lstrip().startswith(">>>"):
+            test = doctest.DocTestParser().get_doctest(block[1], namespace, name, name, line)
+            printed: list[str] = []
+            runner.run(test, out=printed.append, clear_globs=False)
+            assert not runner.failures, "".join(printed)
+            namespace = test.globs
+        else:
+            exec(compile("\n" * line + block[1], name, "exec"), namespace)
+    return len(blocks)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # examples may write files
+    run_blocks(page.read_text(), page.name)
+
+
+def test_the_pages_that_promise_it_have_blocks():
+    for page in ("README.md", "docs/theory.md"):
+        assert BLOCK.search((ROOT / page).read_text()), page
+
+
+def test_a_wrong_block_is_noticed():
+    with pytest.raises(AssertionError, match="Expected"):
+        run_blocks("```python\n>>> 1 + 1\n3\n```\n", "wrong")
+    with pytest.raises(ZeroDivisionError):
+        run_blocks("```python\nx = 0\n```\ntext\n```python\n1 / x\n```\n", "wrong")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    targets = [target for target, _ in LINK.findall(page.read_text()) if "://" not in target]
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
