@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import statistics
@@ -33,6 +34,20 @@ def interleaved(operations: Mapping[str, Operation], repetitions: int) -> dict[s
         for name in order:
             samples[name].append(_seconds(operations[name], calls[name]))
     return samples
+
+
+def keep_memory() -> bool:
+    """Make malloc keep what is freed; False where that cannot be asked for.
+
+    Otherwise a large result costs new page faults or none, as luck will have it: for 40 MB that is 27 ms or 5 ms for
+    the same pass, and a yardstick must not depend on it. What is left is the work itself.
+    """
+    no_mmap, no_trim = -4, -1  # M_MMAP_MAX, M_TRIM_THRESHOLD of glibc's <malloc.h>
+    try:
+        libc = ctypes.CDLL(None)
+        return bool(libc.mallopt(no_mmap, 0) and libc.mallopt(no_trim, 2**31 - 1))
+    except (OSError, TypeError, AttributeError):  # not glibc
+        return False
 
 
 def summary(samples: list[float]) -> dict[str, float]:

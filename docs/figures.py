@@ -56,13 +56,13 @@ def _draw(ax: Axes, points: list[dict[str, Any]], against: str, what: str, name:
     label, colour, line = SHOWN[name]
     found = [(point[against], point[what][name]) for point in points if name in (point[what] or {})]
     if what == "seconds":
-        ax.fill_between(
-            [x for x, _ in found], *([y[q] for _, y in found] for q in ("lower", "upper")), color=colour, alpha=0.2
-        )
+        quartiles = ([y[quartile] for _, y in found] for quartile in ("lower", "upper"))
+        ax.fill_between([x for x, _ in found], *quartiles, color=colour, alpha=0.2)
         found = [(x, y["median"]) for x, y in found]
-    else:
-        found = [(x, y) for x, y in found if y is not None and y >= 2**16]  # below that it is pages of something else
-    ax.plot(*zip(*found, strict=True), color=colour, linestyle=line, marker=".", label=label) if found else None
+    else:  # the system counts pages in batches: less than 256 KiB is noise
+        found = [(x, y) for x, y in found if y is not None and y >= 2**18]
+    if found:
+        ax.plot(*zip(*found, strict=True), color=colour, linestyle=line, marker=".", label=label)
 
 
 def main() -> None:

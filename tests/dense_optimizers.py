@@ -111,3 +111,81 @@ class DenseAdaGradFull:
     def step(self, g):
         self.H += np.outer(g, g)
         self.theta -= self.lr * inverse_root(self.H, self.floor) @ g
+
+
+class DenseAdamBMA:
+    """AdamW with the weighted block mean, F written out as a d×d matrix; `floor` must not exceed 1."""
+
+    def __init__(self, theta, labels, modules, *, lr, betas=(0.9, 0.999), eps=1e-8, decay=0.0, floor=1.0, cap=None):
+        self.theta, self.labels, self.modules = theta.copy(), labels, modules
+        self.lr, self.betas, self.eps, self.decay, self.floor, self.cap = lr, betas, eps, decay, floor, cap
+        d = len(theta)
+        self.m, self.H, self.t = np.zeros(d), np.zeros((d, d)), 0
+
+    def step(self, g):
+        self.t += 1
+        b1, b2 = self.betas
+        self.m = b1 * self.m + (1 - b1) * g
+        self.H = b2 * self.H + (1 - b2) * np.outer(g, g)
+        m = self.m / (1 - b1**self.t)
+        H = self.H / (1 - b2**self.t)
+        zeta = np.sqrt(np.diag(H))
+        z = zeta + self.eps
+        L = self.labels.max() + 1
+        R = np.zeros((len(g), L))
+        for i in range(L):
+            inside = self.labels == i
+            length = np.linalg.norm(zeta[inside])
+            if length > 0:
+                R[inside, i] = zeta[inside] / length
+        inverse = np.where(zeta > 0, 1 / np.where(zeta > 0, zeta, 1), 0.0)
+        coupled = self.modules[:, None] == self.modules[None, :]
+        A = coupled * (R.T @ (inverse[:, None] * H * inverse) @ R)
+        A += np.diag((R == 0).all(0).astype(float))
+        F = np.eye(len(g)) + R @ (A - np.eye(L)) @ R.T
+        root = inverse_root(F, self.floor)
+        diagonal = m / z
+        delta = z**-0.5 * (root @ (z**-0.5 * m))
+        if self.cap is not None:
+            for i in range(L):
+                inside = self.labels == i
+                correction = delta[inside] - diagonal[inside]
+                limit = self.cap * np.linalg.norm(diagonal[inside])
+                if np.linalg.norm(correction) > limit:
+                    delta[inside] = diagonal[inside] + correction * limit / np.linalg.norm(correction)
+        self.theta = self.theta * (1 - self.lr * self.decay) - self.lr * delta
+
+
+class DenseNaturalGradient:
+    """θ ← θ − η (F + δI)⁻¹ g with F the block mean, by loops, of the averaged g gᵀ."""
+
+    def __init__(self, theta, labels, modules, *, lr, damping, beta, radius=None):
+        self.theta, self.labels, self.modules = theta.copy(), labels, modules
+        self.lr, self.damping, self.beta, self.radius = lr, damping, beta, radius
+        self.H, self.t = np.zeros((len(theta), len(theta))), 0
+
+    def fisher(self):
+        H = self.H / (1 - self.beta**self.t)
+        F = np.zeros_like(H)
+        blocks = [np.flatnonzero(self.labels == i) for i in range(self.labels.max() + 1)]
+        for i, rows in enumerate(blocks):
+            for j, columns in enumerate(blocks):
+                part = H[np.ix_(rows, columns)]
+                if i != j and self.modules[i] == self.modules[j]:
+                    F[np.ix_(rows, columns)] = part.mean()
+                elif i == j:
+                    s = len(rows)
+                    off = (part.sum() - np.trace(part)) / (s * (s - 1)) if s > 1 else 0.0
+                    F[np.ix_(rows, rows)] = off + np.eye(s) * (np.trace(part) / s - off)
+        return F
+
+    def step(self, g):
+        self.t += 1
+        self.H = self.beta * self.H + (1 - self.beta) * np.outer(g, g)
+        F = self.fisher()
+        F += self.damping * np.trace(F) / len(g) * np.eye(len(g))
+        direction = np.linalg.solve(F, g)
+        rate = self.lr
+        if self.radius is not None:
+            rate = min(rate, self.radius / np.sqrt(g @ direction))
+        self.theta -= rate * direction

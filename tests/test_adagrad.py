@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from blockmean import AdaGradBMA, AdaGradFull
-from dense_optimizers import DenseAdaGradBMA, DenseAdaGradFull, labels_of, modules_of
+from dense_optimizers import DenseAdaGradBMA, DenseAdaGradFull
+from problems import blocks_of, data, flat, gradient, paper_net, small_net
 
 VARIANTS = ("paper", "consistent", "weighted")
 FLOORS = {"paper": 0.1, "consistent": 0.1, "weighted": 1.0}
@@ -14,44 +15,9 @@ PARTITIONS = ("tensor", "unit", "kernel", "module", "all", "element")
 COUPLINGS = ("all", "module", "none")
 
 
-def small_net():
-    """A convolution, a second one and a linear layer: 61 parameters of every kind a partition knows."""
-    return nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(2, 5, bias=True)
-    ).double()
-
-
-def paper_net():
-    """The paper's small model on MNIST: 322 parameters."""
-    layers, channels = [], 1
-    for _ in range(4):
-        layers += [nn.Conv2d(channels, 3, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)]
-        channels = 3
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(3, 10)).double()
-
-
-def flat(tensors):
-    return torch.cat([t.detach().flatten() for t in tensors]).numpy()
-
-
-def gradient(model, inputs, targets):
-    model.zero_grad()
-    nn.functional.cross_entropy(model(inputs), targets).backward()
-    return flat([p.grad for p in model.parameters()])
-
-
-def data(seed, n, size, classes):
-    rng = torch.Generator().manual_seed(seed)
-    inputs = torch.rand(n, 1, size, size, generator=rng, dtype=torch.float64)  # not centred, as pixels are
-    return inputs, torch.randint(classes, (n,), generator=rng)
-
-
 def dense_twin(model, variant, partition, coupling, **options):
-    names = [name for name, _ in model.named_parameters()]
-    shapes = [tuple(p.shape) for p in model.parameters()]
-    labels = labels_of(shapes, partition, names)
-    modules = modules_of(labels, shapes, names, coupling)
     floor = options.pop("floor", FLOORS[variant])
+    labels, modules = blocks_of(model, partition, coupling)
     return DenseAdaGradBMA(flat(model.parameters()), labels, modules, variant=variant, floor=floor, **options)
 
 

@@ -38,6 +38,10 @@ def test_the_record_says_where_it_was_taken(record: dict):
     assert {"python", "scipy", "cpu", "cores", "date", "code", "load"} <= set(environment)
 
 
+def test_the_record_says_whether_page_faults_count(record: dict):
+    assert isinstance(record["memory_kept"], bool)
+
+
 def test_every_point_has_times_ratios_and_quartiles_in_order(record: dict):
     assert {point["sweep"] for point in record["points"]} == {"d", "L"}
     for point in record["points"]:

@@ -196,6 +196,15 @@ def test_a_semidefinite_matrix_has_a_root_although_rounding_makes_zeros_negative
         assert_close((root @ root).to_dense().double(), BlockMean.fit(M.double(), p).to_dense(), tolerance)
 
 
+def test_a_lam_that_arithmetic_left_just_below_zero_counts_as_zero_in_a_root() -> None:
+    p = Partition.from_sizes([2])
+    M = BlockMean(p, torch.tensor([0.3], dtype=torch.float64), torch.ones(1, 1).double()).damped(-0.1).damped(-0.2)
+    assert M.lam < 0  # 0.3 − 0.1 − 0.2 = −3e-17
+    assert M.sqrt().lam == 0
+    assert_close(M.sqrt().A, [[2**0.5]], 1e-15)
+    assert not M.is_positive_definite()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.1, 0.3, 0.7, 1.1])
 @pytest.mark.parametrize("s", [2, 3, 5, 7, 30, 300])

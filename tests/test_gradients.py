@@ -24,23 +24,29 @@ PARTITIONS = {
 }
 D = 6  # entries of each
 
+
+def probe(M: BlockMean) -> Tensor:
+    """M times a fixed generic vector: changes with every entry, and has 6 numbers to differentiate instead of 36."""
+    return M.to_dense() @ randn(D, seed=5)
+
+
 Operation = Callable[[BlockMean], Tensor]
 OPERATIONS: dict[str, Operation] = {
     "product with a vector": lambda M: M @ randn(D, seed=1),
     "product with a matrix": lambda M: M @ randn(D, 2, seed=1),
     "product from the left": lambda M: randn(2, D, seed=1) @ M,
-    "product of two": lambda M: (M @ M.T).to_dense(),
-    "sum and multiple": lambda M: (M + M * 2 - M.damped(0.3) / 3).to_dense(),
+    "product of two": lambda M: probe(M @ M.T),
+    "sum and multiple": lambda M: probe(M + M * 2 - M.damped(0.3) / 3),
     "diagonal": lambda M: M.diagonal(),
     "A": lambda M: M.A,
     "A of an inverse": lambda M: M.inverse().A,
     "solve": lambda M: M.solve(randn(D, seed=1)),
-    "inverse": lambda M: M.inverse().to_dense(),
-    "sqrt": lambda M: M.sqrt().to_dense(),
-    "inverse_sqrt": lambda M: M.inverse_sqrt().to_dense(),
-    "power 0.3": lambda M: M.power(0.3).to_dense(),
-    "power -2": lambda M: M.power(-2).to_dense(),
-    "apply exp": lambda M: M.apply(torch.exp).to_dense(),
+    "inverse": lambda M: probe(M.inverse()),
+    "sqrt": lambda M: probe(M.sqrt()),
+    "inverse_sqrt": lambda M: probe(M.inverse_sqrt()),
+    "power 0.3": lambda M: probe(M.power(0.3)),
+    "power -2": lambda M: probe(M.power(-2)),
+    "apply exp": lambda M: probe(M.apply(torch.exp)),
     "logdet": lambda M: M.logdet(),
     "trace": lambda M: M.trace(),
     "norm": lambda M: M.norm(),

@@ -10,8 +10,17 @@ After Lu, Harandi, Hartley and Pascanu, "Block Mean Approximation for Efficient 
 
 from blockmean import plot
 from blockmean.matrix import BlockMean
-from blockmean.optim import AdaGradBMA, AdaGradFull
+from blockmean.optim import AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA
 from blockmean.partition import Partition
 
-__all__ = ["AdaGradBMA", "AdaGradFull", "BlockMean", "Partition", "__version__", "plot"]
+__all__ = [
+    "AdaGradBMA",
+    "AdaGradFull",
+    "AdamBMA",
+    "BlockMean",
+    "NaturalGradientBMA",
+    "Partition",
+    "__version__",
+    "plot",
+]
 __version__ = "0.1.0"

@@ -21,6 +21,9 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 JITTER = 1e-8
 """What is added to the diagonal, relative to its mean, before an eigendecomposition is tried a second time."""
 
+NEGLIGIBLE = torch.finfo(torch.float32).tiny
+"""Mean squares below this are taken for zero: their inverses overflow float32, and so do steps made of them."""
+
 
 def accumulate_(U: Tensor, u: Tensor) -> None:
     """U += u uᵀ, or its diagonal where U is a vector."""
@@ -30,13 +33,31 @@ def accumulate_(U: Tensor, u: Tensor) -> None:
         U.addr_(u, u)
 
 
+def average_(x: Tensor, value: Tensor | float, beta: float, present: Tensor) -> None:
+    """x ← β x + (1 − β) value where a block takes part; elsewhere x stays as it is, (L,)."""
+    x.copy_(torch.where(present, x * beta + (1 - beta) * value, x))
+
+
+def average_outer_(U: Tensor, u: Tensor, beta: float, present: Tensor) -> None:
+    """U ← E U E + (1 − β) u uᵀ, where E is √β for the blocks that take part and 1 for the others.
+
+    Where all do, this is the usual average. Where some sit out (u_i = 0), it leaves their entries as they are and U
+    positive semi-definite, which keeping whole rows would not.
+    """
+    if U.ndim == 1:
+        average_(U, u.square(), beta, present)
+        return
+    keep = torch.ones_like(u).masked_fill_(present, beta**0.5)
+    U.mul_(keep).mul_(keep.unsqueeze(-1)).addr_(u, u, alpha=1 - beta)
+
+
 def normalised(U: Tensor, n: Tensor, keep_diagonal: bool) -> Tensor:
     """A = U / (n nᵀ), with the rows and columns of the identity where n_i = 0; (L, L) or its diagonal (L,)."""
     on = n > 0
     inverse = torch.where(on, 1 / n, 0.0)
     if U.ndim == 1:
-        return torch.where(on, U * inverse.square(), 1.0) if keep_diagonal else torch.ones_like(U)
-    A = U * torch.outer(inverse, inverse)
+        return torch.where(on, U * inverse * inverse, 1.0) if keep_diagonal else torch.ones_like(U)
+    A = U * inverse[:, None] * inverse  # one after the other: n_i n_j alone may underflow
     diagonal = torch.where(on, A.diagonal(), 1.0) if keep_diagonal else torch.ones_like(n)
     return A.diagonal_scatter(diagonal)
 
@@ -44,22 +65,45 @@ def normalised(U: Tensor, n: Tensor, keep_diagonal: bool) -> Tensor:
 def inverse_root_minus_identity(A: Tensor, floor: float) -> Tensor:
     """A^-½ − I with eigenvalues below `floor` raised to it; (L, L) or the diagonal (L,).
 
+    Eigenvalues below the rounding error of the largest are rounding errors themselves, and are raised to it as well.
     Raises `LinAlgError` where even a second try with a little jitter does not converge.
     """
     if A.ndim == 1:
         return A.clamp(min=floor).rsqrt() - 1
+    w, Q = eigh(A)
+    noise = torch.finfo(A.dtype).eps * w.max()
+    return (Q * (w.clamp(min=floor).maximum(noise).rsqrt() - 1)) @ Q.mT
+
+
+def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors, tried a second time with a little jitter; `LinAlgError` where that fails too."""
     try:
         w, Q = torch.linalg.eigh(A)
     except LinAlgError:
         size = A.diagonal().abs().mean()
         w, Q = torch.linalg.eigh(A + JITTER * size * torch.eye(len(A), dtype=A.dtype, device=A.device))
-    root: Tensor = (Q * (w.clamp(min=floor).rsqrt() - 1)) @ Q.mT
-    if not root.isfinite().all():
+    if not (w.isfinite().all() and Q.isfinite().all()):
         raise LinAlgError("the eigendecomposition is not finite")
-    return root
+    return w, Q
 
 
 def coefficients(root: Tensor, scale: Tensor, b: Tensor) -> Tensor:
     """c = N [A^-½ − I] N b, one number per block, (L,)."""
     scaled = scale * b
     return scale * (root * scaled if root.ndim == 1 else root @ scaled)
+
+
+def damped_solve(A: Tensor, damping: float, b: Tensor) -> Tensor:
+    """(A + δI)⁻¹ b for positive semi-definite A, (L, L) or its diagonal; without damping the pseudo-inverse.
+
+    The diagonal is scaled to one first, so that the scale of blocks does not decide which of them count as singular.
+    """
+    if A.ndim == 1:
+        A = A + damping
+        return torch.where(A > NEGLIGIBLE, b / A, 0.0)
+    A = A + damping * torch.eye(len(A), dtype=A.dtype, device=A.device)
+    root = torch.where(A.diagonal() > NEGLIGIBLE, A.diagonal().rsqrt(), 0.0)
+    w, Q = eigh(A * root * root.unsqueeze(-1))
+    inverse = torch.where(w > len(w) * torch.finfo(A.dtype).eps, 1 / w, 0.0)
+    solution: Tensor = root * (Q @ (inverse * (Q.mT @ (root * b))))
+    return solution

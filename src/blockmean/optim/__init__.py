@@ -2,5 +2,7 @@
 
 from blockmean.optim.adagrad import AdaGradBMA
 from blockmean.optim.adagrad_full import AdaGradFull
+from blockmean.optim.adam import AdamBMA
+from blockmean.optim.natural import NaturalGradientBMA
 
-__all__ = ["AdaGradBMA", "AdaGradFull"]
+__all__ = ["AdaGradBMA", "AdaGradFull", "AdamBMA", "NaturalGradientBMA"]

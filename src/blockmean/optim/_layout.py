@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from blockmean._checks import require
 from blockmean._cut import By, Cut, cut_tensor, number_blocks
 from blockmean.partition import Partition
 
@@ -33,6 +34,10 @@ class TensorBlocks:
         self._grid = cut.origin.grid
         self._partition = None if cut.is_grid else Partition(cut.sizes, cut.labels, None)
 
+    def rows(self, buffers: list[Tensor]) -> Tensor:
+        """Its rows in the matrices between blocks, as a view."""
+        return buffers[self.component][self.row : self.row + self.stop - self.start]
+
     def sum(self, x: Tensor) -> Tensor:
         """Block sums of a tensor of the parameter's shape, (blocks,)."""
         if self._partition is not None:
@@ -44,7 +49,7 @@ class TensorBlocks:
         """One number per block, ready to broadcast against the parameter."""
         if self._partition is not None:
             return self._partition.expand(c).view(self._shape)
-        return c.view(*self._grid, *(1 for _ in self._shape[len(self._grid) :]))
+        return c.view((*self._grid, *(1 for _ in self._shape[len(self._grid) :])))  # a tuple: it may be empty
 
 
 class Layout:
@@ -79,9 +84,19 @@ class Layout:
         self.couple(coupling)
 
     def couple(self, coupling: str) -> None:
-        """Group blocks into matrices; `components` lists the blocks of each."""
+        """Group blocks into matrices; `components` lists the blocks of each. Raises before anything has changed."""
+        matrix_of = self.matrices(coupling)
         self.coupling = coupling
         self.is_diagonal = coupling == "none"
+        count = int(matrix_of.max()) + 1 if self.num_blocks else 0
+        self.components = [(matrix_of == i).nonzero().squeeze(-1) for i in range(count)]
+        for blocks in filter(None, self.tensors):
+            blocks.component = int(matrix_of[blocks.start])
+            blocks.row = int((matrix_of[: blocks.start] == blocks.component).sum())
+
+    def matrices(self, coupling: str) -> Tensor:
+        """The number of the matrix that each block would be in, (L,); raises where it cannot be."""
+        require(coupling in COUPLINGS, "coupling", self._owner, f"one of {', '.join(map(repr, COUPLINGS))}", coupling)
         if coupling == "module" and not self._named:
             raise ValueError(f"{self._owner}(coupling='module') needs names. Pass model.named_parameters().")
         matrix_of = torch.zeros(self.num_blocks, dtype=torch.int64)
@@ -92,18 +107,19 @@ class Layout:
                 count = math.prod(origin.grid)
                 matrix_of[block : block + count] = numbers.setdefault(origin.module, len(numbers))
                 block += count
-        count = int(matrix_of.max()) + 1 if self.num_blocks else 0
-        self.components = [(matrix_of == i).nonzero().squeeze(-1) for i in range(count)]
-        for blocks in filter(None, self.tensors):
-            blocks.component = int(matrix_of[blocks.start])
-            blocks.row = int((matrix_of[: blocks.start] == blocks.component).sum())
-        largest = max(map(len, self.components), default=0)
+        largest = int(matrix_of.bincount().max()) if self.num_blocks else 0
         need = 8 * largest**2
-        if not self.is_diagonal and self._max_bytes is not None and need > self._max_bytes:
+        if coupling != "none" and self._max_bytes is not None and need > self._max_bytes:
             raise ValueError(
                 f"{self._owner} would need {need:,} bytes for one matrix between {largest:,} blocks, more than the "
                 f"limit of {self._max_bytes:,}. Take a coarser partition or a looser coupling (AdaGradFull: max_bytes)."
             )
+        return matrix_of
+
+    def row_shape(self, blocks: TensorBlocks) -> tuple[int, ...]:
+        """The shape of what a parameter holds of a matrix between blocks."""
+        count = blocks.stop - blocks.start
+        return (count,) if self.is_diagonal else (count, len(self.components[blocks.component]))
 
     @cached_property
     def names(self) -> list[str]:
@@ -116,8 +132,16 @@ def _fingerprint(cuts: Sequence[Cut], starts: Sequence[int]) -> str:
     checksum = 0
     for cut, start in zip(cuts, starts, strict=True):
         for values in (cut.sizes, cut.labels):
-            places = 1 if values is None else torch.arange(1, len(values) + 1).remainder_(65521).mul_(values).sum()
+            places = 1 if values is None else (_scrambled(len(values)) * values).sum()  # modulo 2⁶⁴
             checksum = (checksum * 1_000_003 + 31 * start + int(places)) % (1 << 61)
     entries = sum(int(cut.sizes.sum()) for cut in cuts)
     blocks = max((start + len(cut.sizes) for cut, start in zip(cuts, starts, strict=True)), default=0)
     return f"{blocks} blocks of {entries} entries, checksum {checksum:x}"
+
+
+def _scrambled(count: int) -> Tensor:
+    """One odd-looking number per place: with 1, 2, 3, ... blocks could trade places without changing a sum."""
+    x = torch.arange(1, count + 1)
+    for shift in (29, 32):
+        x = (x ^ (x >> shift)) * 0x3F58476D1CE4E5B9
+    return x ^ (x >> 31)

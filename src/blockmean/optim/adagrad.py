@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from blockmean._checks import require
 from blockmean._cut import By
 from blockmean.optim._base import BlockMeanOptimizer, Member, Work, arithmetic, decayed_rate, move_
+from blockmean.optim._groups import require_number
 
 VARIANTS = ("paper", "consistent", "weighted")
 FLOORS = {"paper": 0.1, "consistent": 0.1, "weighted": 1.0}
@@ -55,6 +55,7 @@ class AdaGradBMA(BlockMeanOptimizer):
     """
 
     _not_negative = ("lr", "weight_decay", "eps", "lr_decay", "initial_accumulator_value")
+    _switches = ("maximize", "correction")
     _choices: ClassVar = {"variant": VARIANTS}
 
     def __init__(
@@ -95,7 +96,7 @@ class AdaGradBMA(BlockMeanOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         floor = group["eigenvalue_floor"]
-        require(floor is None or floor > 0, "eigenvalue_floor", type(self).__name__, "> 0 or None", floor)
+        require_number(floor, "eigenvalue_floor", type(self).__name__, positive=True, optional=True)
 
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -152,7 +153,7 @@ def update_(members: list[Member], c: Tensor | None, rates: list[float], eps: fl
         g, r = member.grad, member.state["sum"]
         r.addcmul_(g, g)
         z = (r + eps).sqrt()
-        if eps == 0:
+        if _may_vanish(z, eps):
             z.masked_fill_(z == 0, torch.inf)  # never a gradient: no step
         delta = g / z
         if c is not None:
@@ -164,6 +165,11 @@ def update_(members: list[Member], c: Tensor | None, rates: list[float], eps: fl
 def _weight(r: Tensor, z: Tensor, eps: float, weighted: bool) -> Tensor:
     """w: z^-½, times √r where blocks are weighted by scale; 0 where there was never a gradient and ε = 0."""
     w = z.rsqrt()
-    if eps == 0:
+    if _may_vanish(z, eps):
         w = w.masked_fill(z == 0, 0.0)
     return w.mul_(r.sqrt()) if weighted else w
+
+
+def _may_vanish(z: Tensor, eps: float) -> bool:
+    """Whether z can be 0: ε is, or is too small for the dtype."""
+    return eps < torch.finfo(z.dtype).tiny

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from blockmean._checks import require
 from blockmean.optim._base import BlockMeanOptimizer, Member, Work, decayed_rate, move_
+from blockmean.optim._groups import require_number
 
 FULL_LIMIT = 2**30
 """Bytes that H may need before it has to be asked for."""
@@ -59,8 +59,9 @@ class AdaGradFull(BlockMeanOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        floor = group["eigenvalue_floor"]
-        require(floor > 0, "eigenvalue_floor", type(self).__name__, "> 0", floor)
+        owner = type(self).__name__
+        require_number(group["eigenvalue_floor"], "eigenvalue_floor", owner, positive=True)
+        require_number(group["max_bytes"], "max_bytes", owner, optional=True)
 
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {"step": torch.tensor(0.0, dtype=torch.float32)}
@@ -77,8 +78,11 @@ class AdaGradFull(BlockMeanOptimizer):
         for member in work.members:
             on[member.blocks.start : member.blocks.stop] = 1.0
         floor = work.group["eigenvalue_floor"]
-        # H^-½ g = g + [H^-½ − I] g; entries without a gradient sit out.
-        step = g + self._correction(work, on, g, on, keep_diagonal=True, floor=floor)
+        # H^-½ g = (g + [A^-½ − I] g) / s with A = H/s²; entries without a gradient sit out. Without s, a gradient of
+        # 1e16 would be a difference of two large numbers, and nothing but their rounding errors would be left.
+        s = max(float(g.norm()), floor**0.5)
+        scale = on * s**-0.5
+        step = g / s + self._correction(work, on * s, g, scale, keep_diagonal=True, floor=floor / s**2)
         for member in work.members:
             delta = member.blocks.spread(step[member.blocks.start : member.blocks.stop])
             move_(member, delta.to(member.grad.dtype), decayed_rate(work.group, member))

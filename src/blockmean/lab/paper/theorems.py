@@ -12,7 +12,7 @@ from blockmean import BlockMean, Partition
 from blockmean.lab.paper.outcome import Claim, Outcome
 
 TOLERANCE = 1e-11
-"""Relative error in float64: the condition number of M, about 100, times rounding, and room for SciPy's roots."""
+"""Relative error in float64: rounding times the condition number of M (14), and room for SciPy's roots."""
 
 
 def theorems(out: Path) -> Outcome:

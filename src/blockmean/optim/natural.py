@@ -1,0 +1,213 @@
+"""Natural gradient with a block-mean Fisher matrix: θ ← θ − η (F + δI)⁻¹ g by Theorem 1.
+
+F is the empirical Fisher matrix E[g gᵀ], averaged over steps, in its block mean approximation. Proposition 1 asks for
+nothing but averages of block sums and of variances inside blocks, so the d×d matrix is never there:
+
+    A_ij = E[u_i u_j] / √(s_i s_j)          λ_i = E[variance of g inside block i]
+    (F + δI)⁻¹ g = (g − u_i/s_i) / (λ_i + δ) + c_i,     c = S^-½ (A + δI)⁻¹ S^-½ u
+
+The mean of a block goes through A and what is left of it through λ: Theorem 1 without a difference of large numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from blockmean._checks import require
+from blockmean._cut import By
+from blockmean.optim._base import BlockMeanOptimizer, Member, Work, move_
+from blockmean.optim._groups import require_number
+from blockmean.statistics import NEGLIGIBLE, LinAlgError, average_, damped_solve, normalised
+
+ADAPT = 1.5
+"""By how much the damping is raised or lowered at a time."""
+
+
+class NaturalGradientBMA(BlockMeanOptimizer):
+    """Natural gradient descent that sees the scale of every block and the dependency between blocks.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or dicts of groups, as for every optimizer of torch.
+        lr: learning rate, a number or a tensor with one element.  # η
+        damping: δ, in units of the mean eigenvalue of F. With 0 the step does not change when blocks are rescaled.
+        beta: decay of the averages that make up F.
+        trust_radius: longest step, as √(Δθᵀ(F + δI)Δθ): what the model may change at a time, whatever lr says. None
+            is no limit; then lr has to be small, because F is that of a whole batch and its steps are long.
+        momentum: of the steps, as in `torch.optim.SGD`.
+        partition: how parameters are cut into blocks, see `Partition.of`.
+        coupling: which blocks share one matrix: "all", those of one "module", or "none".
+        adapt_damping: raise or lower the damping after each step with a closure, by how well the quadratic model
+            foretold the change of the loss (Levenberg and Marquardt); the closure is called a second time for that.
+        weight_decay: decoupled: F stays that of the loss.
+        maximize: step uphill.
+        nonfinite: what a NaN or infinite gradient does: "raise" (before anything has changed) or "skip" the step.
+
+    Cost O(d + L³) per step; state O(L²) numbers, and d more with momentum.
+
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = NaturalGradientBMA(model.parameters(), lr=1e-2)
+    >>> model(torch.ones(3)).square().sum().backward()
+    >>> optimizer.step()
+    """
+
+    _not_negative = ("lr", "weight_decay", "damping")
+    _switches = ("maximize", "adapt_damping")
+    _decays_gradient = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        *,
+        damping: float = 0.1,
+        beta: float = 0.95,
+        trust_radius: float | None = 0.01,
+        momentum: float = 0.0,
+        partition: By = "tensor",
+        coupling: str = "all",
+        adapt_damping: bool = False,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        nonfinite: str = "raise",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "damping": damping,
+            "beta": beta,
+            "trust_radius": trust_radius,
+            "momentum": momentum,
+            "partition": partition,
+            "coupling": coupling,
+            "adapt_damping": adapt_damping,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "nonfinite": nonfinite,
+        }
+        self._foretold = 0.0
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        owner = type(self).__name__
+        for name in ("beta", "momentum"):
+            require_number(group[name], name, owner)
+            require(group[name] < 1, name, owner, "below 1", group[name])
+        require_number(group["trust_radius"], "trust_radius", owner, positive=True, optional=True)
+        if group["adapt_damping"]:
+            require(group["momentum"] == 0, "momentum", owner, "0 with adapt_damping=True", group["momentum"])
+            require(group["damping"] > 0, "damping", owner, "> 0 with adapt_damping=True", group["damping"])
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step, and with a closure and `adapt_damping` learn from it how far the model can be trusted."""
+        self._foretold = 0.0
+        before = super().step(closure)
+        if closure is not None and before is not None and self._foretold > 0:
+            with torch.enable_grad():
+                after = closure()
+            ratio = (_number(before) - _number(after)) / self._foretold
+            for group in (group for group in self.param_groups if group["adapt_damping"]):
+                sign = -1 if group["maximize"] else 1
+                if not sign * ratio >= 0.25:  # NaN too
+                    group["damping"] *= ADAPT
+                elif sign * ratio > 0.75:
+                    group["damping"] /= ADAPT
+        return before
+
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return {"step": torch.tensor(0.0, dtype=torch.float32)}
+
+    def _memory(self, group: dict[str, Any]) -> float | None:
+        return float(group["beta"])
+
+    def _block_sums(self, group: dict[str, Any], members: list[Member], num_blocks: int) -> Tensor:
+        return block_sums(members, num_blocks)
+
+    def _update(self, work: Work) -> None:
+        group, layout, sizes = work.group, work.layout, work.layout.sizes.to(work.sums)
+        present = work.present()
+        u, squares, between = work.sums
+        U, weight = self._gather(work)
+        assert weight is not None
+        inside = self._bind(work, "variance", lambda *_: 0.0, vector=True)
+        within = (squares + between - u.square() / sizes).clamp(min=0)
+        variance = within / (sizes - 1).clamp(min=1)
+        A, lam = [], torch.zeros_like(u)
+        for i, blocks in enumerate(layout.components):
+            average_(inside[i], variance[blocks], group["beta"], present[blocks])
+            A.append(normalised(U[i], (weight[i] * sizes[blocks]).sqrt() * present[blocks], keep_diagonal=True))
+            single = sizes[blocks] == 1
+            own = A[i] if layout.is_diagonal else A[i].diagonal()
+            # A single entry has no variance; any λ gives the same step, and this one loses no digits.
+            lam[blocks] = torch.where(single, own, inside[i] / weight[i].clamp(min=torch.finfo(u.dtype).tiny))
+        damping = self._damping(work, A, lam, present)
+        inverse = torch.where(lam + damping > NEGLIGIBLE, 1 / (lam + damping), 0.0) * present
+        c = torch.zeros_like(u)
+        for i, blocks in enumerate(layout.components):
+            root = sizes[blocks].rsqrt()
+            c[blocks] = root * self._solve(A[i], damping, root * u[blocks])
+        gain = float((inverse * within + c * u).sum())  # gᵀ(F + δI)⁻¹g
+        self._move(work, u / sizes, inverse, c, self._share(group, gain))
+
+    def _share(self, group: dict[str, Any], gain: float) -> float:
+        """How much of the step stays within the trust radius."""
+        lr, radius = float(group["lr"]), group["trust_radius"]
+        length = lr * max(gain, 0.0) ** 0.5
+        share = 1.0 if radius is None or length <= radius else radius / length
+        if group["adapt_damping"]:
+            # Along its own step the damped quadratic model falls by η (1 − η/2) gᵀ(F + δI)⁻¹g.
+            self._foretold += share * lr * (1 - share * lr / 2) * gain
+        return share
+
+    def _damping(self, work: Work, A: list[Tensor], lam: Tensor, present: Tensor) -> float:
+        """δ: the given damping times the mean eigenvalue of F over the blocks that take part."""
+        sizes = work.layout.sizes.to(lam) * present
+        trace = (lam * (sizes - 1).clamp(min=0)).sum()
+        for matrix, blocks in zip(A, work.layout.components, strict=True):
+            trace += ((matrix if work.layout.is_diagonal else matrix.diagonal()) * present[blocks]).sum()
+        return float(work.group["damping"] * trace / sizes.sum())
+
+    def _solve(self, A: Tensor, damping: float, b: Tensor) -> Tensor:
+        try:
+            return damped_solve(A, damping, b)
+        except LinAlgError:
+            self._count_fallback(len(A))
+            return damped_solve(A if A.ndim == 1 else A.diagonal(), damping, b)
+
+    def _move(self, work: Work, mean: Tensor, inverse: Tensor, c: Tensor, share: float) -> None:
+        """θ ← θ − η (weight_decay θ + (F + δI)⁻¹ g), through a momentum buffer if there is one."""
+        group, lr = work.group, float(work.group["lr"])
+        for member in work.members:
+            if not member.moves:
+                continue
+            g, own = member.grad, slice(member.blocks.start, member.blocks.stop)
+            per_block = (member.blocks.spread(x[own].to(g.dtype)) for x in (share * c, mean, share * inverse))
+            step = torch.addcmul(next(per_block), g - next(per_block), next(per_block))
+            if group["momentum"]:
+                buffer = member.state.setdefault("momentum_buffer", torch.zeros_like(g))
+                step = buffer.mul_(group["momentum"]).add_(step)
+            if group["weight_decay"]:
+                step = step.add(member.param, alpha=group["weight_decay"])
+            move_(member, step, lr)
+
+
+def _number(loss: float | Tensor) -> float:
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)
+
+
+def block_sums(members: list[Member], num_blocks: int) -> Tensor:
+    """Pass 1, read only: rows Σ g, squares around the mean of each tensor's part of a block, and Σ (Σ g)²/s, (3, L).
+
+    The last two add up over tensors to the sum of squares, in a form that keeps the digits of a variance.
+    """
+    sums = torch.zeros(3, num_blocks, dtype=torch.float64, device=members[0].param.device)
+    for member in members:
+        g, blocks = member.grad, member.blocks
+        u, sizes = blocks.sum(g), blocks.sizes.to(g)
+        squares = blocks.sum((g - blocks.spread(u / sizes)).square_())
+        sums[:, blocks.start : blocks.stop] += torch.stack([u, squares, u.square() / sizes])
+    return sums

@@ -1,0 +1,140 @@
+"""Who may import whom (DESIGN.md): downwards only, the lab through the public names, heavy packages when needed."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import blockmean
+
+ROOT = Path(blockmean.__file__).parent
+
+# Each part of the package and the parts it may import. What is not listed may not be imported.
+ALGEBRA = {"_checks", "_cut", "partition", "_spectral", "matrix"}
+ALLOWED = {
+    "_checks": set(),
+    "_cut": {"_checks"},
+    "partition": {"_checks", "_cut"},
+    "_spectral": set(),
+    "matrix": {"_checks", "_spectral", "partition"},
+    "_kernels": {"_checks"},
+    "statistics": {*ALGEBRA, "_kernels"},
+    "optim": {*ALGEBRA, "_kernels", "statistics", "optim"},
+    "curvature": {*ALGEBRA, "curvature"},
+    "plot": {*ALGEBRA, "curvature", "statistics", "optim"},
+    "lab": {"lab"},  # and the public names, see below
+    "cli": {"lab"},
+}
+PUBLIC_MODULES = {"curvature", "optim", "plot"}
+LAZY = {"matplotlib", "numpy", "pooch", "rich", "scipy", "typer"}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(["blockmean", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+
+
+FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def part_of(module: str) -> str:
+    """The part of the package: 'blockmean.optim.adagrad' → 'optim', the package itself → ''."""
+    return module.removeprefix("blockmean").removeprefix(".").partition(".")[0]
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def imports(tree: ast.AST, *, at_import_time: bool = False) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import, relative ones refused; only those that run on import, if asked."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from ((str(node.module), alias.name) for alias in node.names)
+        elif at_import_time and (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_type_checking(node)):
+            continue
+        else:
+            yield from imports(node, at_import_time=at_import_time)
+
+
+def inner_imports(module: str) -> Iterator[tuple[str, str]]:
+    """What a module imports from this package, as (module, name); `from blockmean import plot` is blockmean.plot."""
+    for source, name in imports(ast.parse(FILES[module].read_text())):
+        if source.partition(".")[0] == "blockmean":
+            inner = f"{source}.{name}"
+            yield (inner, "") if inner in FILES else (source, name)
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if part_of(name) != ""])
+def test_imports_go_downwards_only(module: str) -> None:
+    part = part_of(module)
+    assert part in ALLOWED, f"{module} is new: say in ALLOWED what it may import, and in DESIGN.md"
+    allowed = ALLOWED[part] | (PUBLIC_MODULES | {""} if part in ("lab", "cli") else set())
+    for source, name in inner_imports(module):
+        assert part_of(source) in allowed, f"{module} must not import {source} {name}"
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if part_of(name) in ("lab", "cli")])
+def test_the_lab_and_the_command_line_use_public_names_only(module: str) -> None:
+    for source, name in inner_imports(module):
+        if part_of(source) == "lab":
+            continue
+        assert source.count(".") <= 1, f"{module} reaches into {source}"
+        assert not name.startswith("_") or name == "__version__", f"{module} imports {source}.{name}"
+        if source == "blockmean" and name:
+            assert name in blockmean.__all__, f"{module} imports blockmean.{name}, which is not public"
+
+
+def test_only_the_command_line_imports_the_lab() -> None:
+    users = {part_of(module) for module in FILES for source, _ in inner_imports(module) if part_of(source) == "lab"}
+    assert users <= {"cli", "lab"}
+
+
+def test_the_package_itself_imports_no_lab_and_no_command_line() -> None:
+    assert not {part_of(source) for source, _ in inner_imports("blockmean")} & {"lab", "cli"}
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if part_of(name) not in ("lab", "cli")])
+def test_heavy_packages_are_imported_by_what_needs_them_when_it_needs_them(module: str) -> None:
+    tree = ast.parse(FILES[module].read_text())
+    early = {source.partition(".")[0] for source, _ in imports(tree, at_import_time=True)}
+    assert not early & LAZY
+
+
+def test_importing_blockmean_loads_torch_and_nothing_heavy_beyond_it() -> None:
+    # torch imports numpy by itself where it is installed, so only what is new counts.
+    code = (
+        "import sys, torch; packages = lambda: {name.partition('.')[0] for name in sys.modules}; "
+        "before = packages(); import blockmean; print(*packages() - before)"
+    )
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(result.stdout.split())
+    assert "blockmean" in loaded
+    assert not loaded & LAZY
+
+
+def test_importing_blockmean_works_where_torch_is_all_there_is() -> None:
+    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(LAZY)!r})); import blockmean; blockmean.BlockMean"
+    # torch without numpy warns about it; that is torch's affair.
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in blockmean.__all__ if name != "__version__"])
+def test_every_public_name_is_documented(name: str) -> None:
+    documented = inspect.getdoc(getattr(blockmean, name))
+    assert documented and len(documented) > 20
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    from importlib.metadata import version
+
+    assert blockmean.__version__ == version("blockmean")
