@@ -280,6 +280,11 @@ def set_gradients(params, t, scale=1.0):
         param.grad = torch.empty_like(param).copy_(noise)
 
 
+def params_of(model):
+    """Its parameters, copied."""
+    return [param.detach().clone() for param in model.parameters()]
+
+
 def snapshot(optimizer):
     """Everything a step may change, copied: parameters, state, options, counters."""
     params = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]

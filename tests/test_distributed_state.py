@@ -14,8 +14,7 @@ from optimizers import assert_same, every_optimizer, model_with, pair, snapshot,
 
 
 @every_optimizer
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("loaded_before", [False, True])
+@pytest.mark.parametrize(("flatten", "loaded_before"), [(False, False), (True, False), (True, True)])
 def test_distributed_state_dicts_go_on_bit_by_bit(case, flatten, loaded_before):
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     model, optimizer = pair(case)
@@ -29,8 +28,8 @@ def test_distributed_state_dicts_go_on_bit_by_bit(case, flatten, loaded_before):
     set_optimizer_state_dict(fresh, resumed, saved, options=options)
     # Without state it was initialised by a step with zero gradients: that must not have moved anything.
     assert_same(snapshot(resumed), snapshot(optimizer))
-    train(fresh, resumed, range(4, 8))
-    assert_same(snapshot(resumed), uninterrupted(case, 8))
+    train(fresh, resumed, range(4, 6))
+    assert_same(snapshot(resumed), uninterrupted(case, 6))
 
 
 @every_optimizer

@@ -39,27 +39,24 @@ def two_groups(case, model, **changes):
 
 
 @every_optimizer
-@pytest.mark.parametrize("trained", [0, 3])
-def test_bad_gradients_raise_before_anything_has_changed(case, trained):
-    for bad in (NAN, INF, -INF):
-        model = Net()
-        optimizer = two_groups(case, model, nonfinite="raise")
-        train(model, optimizer, trained)
-        before = snapshot(optimizer)
-        optimizer.zero_grad()
-        loss_of(model, trained).backward()
-        model.head.weight.grad[1, 2] = bad
-        count = "1 NaN and 0 infinite" if bad != bad else "0 NaN and 1 infinite"
-        with pytest.raises(ValueError, match=f"^The gradient of 'weight' has {count} of 24 entries. Nothing was"):
-            optimizer.step()
-        assert_same(snapshot(optimizer), before)
-        assert bool(optimizer.state) == bool(trained)
-        # Good gradients afterwards, and it goes on as if nothing had been.
-        train(model, optimizer, range(trained, trained + 2))
-        twin = Net()
-        plain = two_groups(case, twin, nonfinite="raise")
-        train(twin, plain, trained + 2)
-        assert_same(snapshot(optimizer), snapshot(plain))
+@pytest.mark.parametrize(("trained", "bad"), [(0, NAN), (3, NAN), (3, -INF)])
+def test_bad_gradients_raise_before_anything_has_changed(case, trained, bad):
+    model, twin = Net(), Net()
+    optimizer, plain = (two_groups(case, m, nonfinite="raise") for m in (model, twin))
+    train(model, optimizer, trained)
+    before = snapshot(optimizer)
+    optimizer.zero_grad()
+    loss_of(model, trained).backward()
+    model.head.weight.grad[1, 2] = bad
+    count = "1 NaN and 0 infinite" if bad != bad else "0 NaN and 1 infinite"
+    with pytest.raises(ValueError, match=f"^The gradient of 'weight' has {count} of 24 entries. Nothing was changed"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+    assert bool(optimizer.state) == bool(trained)
+    # Good gradients afterwards, and it goes on as if nothing had been.
+    train(model, optimizer, range(trained, trained + 2))
+    train(twin, plain, trained + 2)
+    assert_same(snapshot(optimizer), snapshot(plain))
 
 
 @every_optimizer
@@ -224,8 +221,7 @@ def zero_gradients(model):
 
 
 @every_optimizer
-@pytest.mark.parametrize("when", [0, 2])
-@pytest.mark.parametrize("eps", [None, 0.0, 1e-60])
+@pytest.mark.parametrize(("when", "eps"), [(0, None), (2, None), (0, 0.0), (0, 1e-60)])
 def test_zero_gradients_change_nothing_and_poison_nothing(case, when, eps):
     if eps is not None and case.option("eps") is None:
         pytest.skip("no ε")
@@ -333,7 +329,9 @@ def test_tiny_and_huge_gradients(case, scale):
         optimizer.step()
         for param, was in zip(model.parameters(), before, strict=True):
             assert param.isfinite().all()
-            if case.option("variant") != "paper" or scale < 1 or not case.decomposes:
+            # A natural gradient is a step per unit of information: the less there is, the longer.
+            natural = case.option("damping") is not None and scale < 1
+            if not natural and (case.option("variant") != "paper" or scale < 1 or not case.decomposes):
                 assert (param - was).abs().max() <= 50 * 0.05
     assert all(value.isfinite().all() for s in optimizer.state.values() for k, value in s.items() if k != "root")
     set_gradients(model.parameters(), 9)

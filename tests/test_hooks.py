@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from optimizers import assert_same, every_class, every_optimizer, loss_of, pair, snapshot, train
-
-
-def params_of(model):
-    return [param.detach().clone() for param in model.parameters()]
+from optimizers import assert_same, every_class, every_optimizer, loss_of, pair, params_of, snapshot, train
 
 
 @every_optimizer

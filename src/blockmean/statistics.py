@@ -87,10 +87,9 @@ def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
     return w, Q
 
 
-def coefficients(root: Tensor, scale: Tensor, b: Tensor) -> Tensor:
-    """c = N [A^-½ − I] N b, one number per block, (L,)."""
-    scaled = scale * b
-    return scale * (root * scaled if root.ndim == 1 else root @ scaled)
+def times(matrix: Tensor, x: Tensor) -> Tensor:
+    """The product of a matrix, or of the diagonal matrix that a vector stands for, with x, (L,)."""
+    return matrix * x if matrix.ndim == 1 else matrix @ x
 
 
 def damped_solve(A: Tensor, damping: float, b: Tensor) -> Tensor:

@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from blockmean.optim._groups import GroupedOptimizer, distinct
+from blockmean.optim._inspect import BlockStatistics, eigenvalues_of
 from blockmean.optim._layout import Layout, TensorBlocks
 from blockmean.statistics import (
     LinAlgError,
     accumulate_,
     average_,
     average_outer_,
-    coefficients,
     inverse_root_minus_identity,
     normalised,
+    times,
 )
 
 
@@ -80,6 +81,14 @@ class BlockMeanOptimizer(GroupedOptimizer):
     def _block_sums(self, group: dict[str, Any], members: list[Member], num_blocks: int) -> Tensor:
         """Pass 1: (rows, L) in float64; row 0 holds the block sums of the gradient. Must not change anything."""
         raise NotImplementedError
+
+    def _measure(self, work: Work) -> Tensor:
+        """n, what blocks are measured by in A = U/(n nᵀ), from the sums of pass 1, (L,)."""
+        raise NotImplementedError
+
+    def _keeps_diagonal(self, group: dict[str, Any]) -> bool:
+        """Whether A has its own diagonal, or ones."""
+        return True
 
     def _update(self, work: Work) -> None:
         """Pass 2: move state and parameters."""
@@ -174,21 +183,73 @@ class BlockMeanOptimizer(GroupedOptimizer):
 
     # ---------------------------------------------------------------- the correction between blocks
 
-    def _correction(
-        self, work: Work, n: Tensor, b: Tensor, scale: Tensor, *, keep_diagonal: bool, floor: float
-    ) -> Tensor:
+    def _correction(self, work: Work, b: Tensor, scale: Tensor, floor: float) -> Tensor:
         """Update U with the block sums of the gradient and return c, one number per block (see `statistics`)."""
-        u, present = work.sums[0], work.present()
-        U, weight = self._gather(work)
+        present = work.present()
+        A = self._matrices(work, *self._gather(work))
         root = self._bind(work, "root", lambda *_: torch.nan) if work.group.get("refresh_every", 1) > 1 else None
-        c = torch.zeros_like(u)
+        common = scale * b
+        change = torch.zeros_like(common)
         for i, blocks in enumerate(work.layout.components):
-            if not present[blocks].any():
+            if present[blocks].any():
+                current = self._root(work, i, A[i], floor, present[blocks], None if root is None else root[i])
+                change[blocks] = times(current, common[blocks])
+        self._remember(work, common, change)
+        return scale * change
+
+    def _matrices(self, work: Work, U: list[Tensor], weight: list[Tensor] | None) -> list[Tensor]:
+        """A of every component."""
+        n, keep = self._measure(work), self._keeps_diagonal(work.group)
+        return [
+            normalised(U[i], n[blocks] if weight is None else n[blocks] * weight[i].sqrt(), keep)
+            for i, blocks in enumerate(work.layout.components)
+        ]
+
+    def _remember(self, work: Work, common: Tensor, change: Tensor) -> None:
+        """Keep what the last step did along the blocks, for `block_statistics`."""
+        self._last[work.group["params"][0]] = (common, change)
+
+    def block_statistics(self) -> list[BlockStatistics]:
+        """What the optimizer knows of the dependency between blocks: one entry per parameter group and matrix.
+
+        Costs one pass over the state and the eigenvalues of every A; nothing is computed unless it is called.
+        """
+        found = []
+        for number, group in enumerate(self.param_groups):
+            params = [param for param in distinct(group) if "U" in self.state.get(param, {})]
+            if not params:
                 continue
-            A = normalised(U[i], n[blocks] if weight is None else n[blocks] * weight[i].sqrt(), keep_diagonal)
-            current = self._root(work, i, A, floor, present[blocks], None if root is None else root[i])
-            c[blocks] = coefficients(current, scale[blocks], b[blocks])
-        return c
+            work = self._work_at_rest(group)
+            U = self._bind(work, "U", self._initial_statistics)
+            beta = self._memory(group)
+            weight = None if beta is None else self._bind(work, "weight", lambda *_: 0.0, vector=True)
+            common, change = self._last.get(group["params"][0], (None, None))
+            layout = work.layout
+            for matrix, blocks in zip(self._matrices(work, U, weight), layout.components, strict=True):
+                found.append(
+                    BlockStatistics(
+                        group=number,
+                        coupling=layout.component_name(blocks),
+                        names=[layout.names[i] for i in blocks.tolist()],
+                        sizes=layout.sizes[blocks],
+                        A=matrix,
+                        eigenvalues=eigenvalues_of(matrix),
+                        common=None if common is None else common[blocks],
+                        change=None if change is None else change[blocks],
+                    )
+                )
+        return found
+
+    @torch.no_grad()
+    def _work_at_rest(self, group: dict[str, Any]) -> Work:
+        """Pass 1 with zero gradients for every parameter that has state: the sums as they stand."""
+        layout = self._layout_of(group)
+        members = [
+            Member(param, name, blocks, self.state[param], torch.zeros_like(param, dtype=arithmetic(param)), False)
+            for param, name, blocks in zip(distinct(group), layout.parameters, layout.tensors, strict=True)
+            if blocks is not None and "step" in self.state.get(param, {})
+        ]
+        return Work(group, layout, members, self._block_sums(group, members, layout.num_blocks))
 
     def _gather(self, work: Work) -> tuple[list[Tensor], list[Tensor] | None]:
         """U with this step in it, and what its averages have to be divided by: None where it is a plain sum."""

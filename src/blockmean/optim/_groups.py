@@ -27,6 +27,7 @@ class GroupedOptimizer(Optimizer):
         self.diagonal_fallbacks = 0  # roots that could not be had, so that the diagonal step was taken
         self._layouts: dict[Tensor, Layout] = {}  # by the first parameter of a group
         self._bound: dict[tuple[Tensor, str], tuple[list[Tensor], list[Tensor | None]]] = {}
+        self._last: dict[Tensor, tuple[Tensor, Tensor]] = {}  # what the last step did along the blocks of a group
         super().__init__(params, defaults)
 
     # ---------------------------------------------------------------- options
@@ -118,6 +119,7 @@ class GroupedOptimizer(Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch puts it there; it is no option of ours
         self._bound = {}
+        self._last = {}
         for param in (param for group in self.param_groups for param in group["params"]):
             kept = self.state.get(param, {})
             for key in [key for key, value in kept.items() if isinstance(value, dict) and not value]:

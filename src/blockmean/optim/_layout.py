@@ -116,6 +116,17 @@ class Layout:
             )
         return matrix_of
 
+    def component_name(self, blocks: Tensor) -> str:
+        """What to call the matrix between these blocks."""
+        if self.coupling != "module":
+            return self.coupling
+        block = 0
+        for origin in self.origins:
+            block += math.prod(origin.grid)
+            if block > int(blocks[0]):
+                return origin.module
+        raise IndexError(f"there is no block {int(blocks[0])}")
+
     def row_shape(self, blocks: TensorBlocks) -> tuple[int, ...]:
         """The shape of what a parameter holds of a matrix between blocks."""
         count = blocks.stop - blocks.start

@@ -113,18 +113,20 @@ class AdaGradBMA(BlockMeanOptimizer):
     def _block_sums(self, group: dict[str, Any], members: list[Member], num_blocks: int) -> Tensor:
         return block_sums(members, num_blocks, group["variant"] if group["correction"] else None, group["eps"])
 
+    def _measure(self, work: Work) -> Tensor:
+        return work.sums[1].sqrt() if work.group["variant"] == "weighted" else work.sums[1]
+
+    def _keeps_diagonal(self, group: dict[str, Any]) -> bool:
+        return bool(group["variant"] == "weighted")
+
     def _update(self, work: Work) -> None:
         group, variant = work.group, work.group["variant"]
         c = None
         if group["correction"]:
-            n, b = work.sums[1], work.sums[2]
-            if variant == "weighted":
-                n = n.sqrt()
-                scale = torch.where(n > 0, 1 / n, 0.0)
-            else:
-                scale = work.layout.sizes.to(n).rsqrt() * (n > 0)
+            n = self._measure(work)
+            scale = 1 / n if variant == "weighted" else work.layout.sizes.to(n).rsqrt()
             floor = FLOORS[variant] if group["eigenvalue_floor"] is None else group["eigenvalue_floor"]
-            c = self._correction(work, n, b, scale, keep_diagonal=variant == "weighted", floor=floor)
+            c = self._correction(work, work.sums[2], torch.where(n > 0, scale, 0.0), floor)
         rates = [decayed_rate(group, member) for member in work.members]
         update_(work.members, c, rates, group["eps"], variant == "weighted")
 

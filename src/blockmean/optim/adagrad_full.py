@@ -72,17 +72,19 @@ class AdaGradFull(BlockMeanOptimizer):
             sums[0, member.blocks.start : member.blocks.stop] = member.blocks.sum(member.grad)
         return sums
 
+    def _measure(self, work: Work) -> Tensor:
+        # In units of the gradient: for one of 1e16, H^-½ g would be the difference of two large numbers, and nothing
+        # but their rounding errors would be left.
+        length = float(work.sums[0].norm())
+        unit: float = max(length, work.group["eigenvalue_floor"] ** 0.5) if length > 0 else 1.0
+        return work.present() * unit
+
     def _update(self, work: Work) -> None:
-        g = work.sums[0]
-        on = torch.zeros_like(g)
-        for member in work.members:
-            on[member.blocks.start : member.blocks.stop] = 1.0
-        floor = work.group["eigenvalue_floor"]
-        # H^-½ g = (g + [A^-½ − I] g) / s with A = H/s²; entries without a gradient sit out. Without s, a gradient of
-        # 1e16 would be a difference of two large numbers, and nothing but their rounding errors would be left.
-        s = max(float(g.norm()), floor**0.5)
-        scale = on * s**-0.5
-        step = g / s + self._correction(work, on * s, g, scale, keep_diagonal=True, floor=floor / s**2)
+        g, n = work.sums[0], self._measure(work)
+        unit = float(n.max())
+        # H^-½ g = (g + [A^-½ − I] g) / unit with A = H / unit²; entries without a gradient sit out.
+        scale = work.present() * unit**-0.5
+        step = g / unit + self._correction(work, g, scale, floor=work.group["eigenvalue_floor"] / unit**2)
         for member in work.members:
             delta = member.blocks.spread(step[member.blocks.start : member.blocks.stop])
             move_(member, delta.to(member.grad.dtype), decayed_rate(work.group, member))

@@ -109,12 +109,14 @@ class AdamBMA(BlockMeanOptimizer):
         rows = 1 if not group["correction"] else 3 if group["correction_cap"] is None else 5
         return block_sums(members, num_blocks, rows, group["betas"], group["eps"])
 
+    def _measure(self, work: Work) -> Tensor:
+        return work.sums[1].sqrt()
+
     def _update(self, work: Work) -> None:
         group, c = work.group, None
         if group["correction"]:
-            n, b = work.sums[1].sqrt(), work.sums[2]
-            scale = torch.where(n > 0, 1 / n, 0.0)
-            c = self._correction(work, n, b, scale, keep_diagonal=True, floor=group["eigenvalue_floor"])
+            n = self._measure(work)
+            c = self._correction(work, work.sums[2], torch.where(n > 0, 1 / n, 0.0), group["eigenvalue_floor"])
             if group["correction_cap"] is not None:
                 c = capped(c, work.sums[3], work.sums[4], group["correction_cap"])
         update_(work.members, c, group["betas"], group["eps"], float(group["lr"]), group["weight_decay"])

@@ -22,7 +22,7 @@ from blockmean._checks import require
 from blockmean._cut import By
 from blockmean.optim._base import BlockMeanOptimizer, Member, Work, move_
 from blockmean.optim._groups import require_number
-from blockmean.statistics import NEGLIGIBLE, LinAlgError, average_, damped_solve, normalised
+from blockmean.statistics import NEGLIGIBLE, LinAlgError, average_, damped_solve
 
 ADAPT = 1.5
 """By how much the damping is raised or lowered at a time."""
@@ -127,6 +127,9 @@ class NaturalGradientBMA(BlockMeanOptimizer):
     def _block_sums(self, group: dict[str, Any], members: list[Member], num_blocks: int) -> Tensor:
         return block_sums(members, num_blocks)
 
+    def _measure(self, work: Work) -> Tensor:
+        return work.layout.sizes.to(work.sums).sqrt() * work.present()
+
     def _update(self, work: Work) -> None:
         group, layout, sizes = work.group, work.layout, work.layout.sizes.to(work.sums)
         present = work.present()
@@ -136,10 +139,9 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         inside = self._bind(work, "variance", lambda *_: 0.0, vector=True)
         within = (squares + between - u.square() / sizes).clamp(min=0)
         variance = within / (sizes - 1).clamp(min=1)
-        A, lam = [], torch.zeros_like(u)
+        A, lam = self._matrices(work, U, weight), torch.zeros_like(u)
         for i, blocks in enumerate(layout.components):
             average_(inside[i], variance[blocks], group["beta"], present[blocks])
-            A.append(normalised(U[i], (weight[i] * sizes[blocks]).sqrt() * present[blocks], keep_diagonal=True))
             single = sizes[blocks] == 1
             own = A[i] if layout.is_diagonal else A[i].diagonal()
             # A single entry has no variance; any λ gives the same step, and this one loses no digits.
@@ -185,8 +187,10 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             if not member.moves:
                 continue
             g, own = member.grad, slice(member.blocks.start, member.blocks.stop)
-            per_block = (member.blocks.spread(x[own].to(g.dtype)) for x in (share * c, mean, share * inverse))
-            step = torch.addcmul(next(per_block), g - next(per_block), next(per_block))
+            shift, middle, scale = (
+                member.blocks.spread(x[own].to(g.dtype)) for x in (share * c, mean, share * inverse)
+            )
+            step = torch.addcmul(shift, g - middle, scale)
             if group["momentum"]:
                 buffer = member.state.setdefault("momentum_buffer", torch.zeros_like(g))
                 step = buffer.mul_(group["momentum"]).add_(step)

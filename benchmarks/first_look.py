@@ -1,0 +1,140 @@
+"""A first look at what the block mean buys: training loss after a fixed number of steps, with and without it.
+
+    python benchmarks/first_look.py --data-dir FOLDER [--jobs 2] [--records out/first_look]
+
+Every arm gets the same learning rates and the same seeds for choosing among them; the best is then run with five fresh
+seeds. Seeds fix initial weights and batches, so arms are compared in pairs. Runs are kept as records and not made
+again; the summary goes to benchmarks/results/first_look.json, from which docs/optimizers.md takes its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from blockmean.lab.records import run_all
+from blockmean.lab.train import Spec
+from environment import environment
+
+RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+TUNING_SEEDS = (100,)
+FINAL_SEEDS = (0, 1, 2, 3, 4)
+T_95 = 2.776  # two-sided 95% of Student's t, 4 degrees of freedom
+
+TASKS: dict[str, dict[str, Any]] = {
+    f"{name}, {inputs}": {**task, "inputs": inputs}
+    for name, task in {
+        "MNIST MLP": {"dataset": "mnist", "model": "mlp", "steps": 800, "batch": 128},
+        "CIFAR-10 CNN": {"dataset": "cifar10", "model": "cnn", "steps": 500, "batch": 64},
+    }.items()
+    for inputs in ("raw", "normalised", "centred")
+}
+
+# Each arm that has a correction stands beside its diagonal method.
+ARMS: dict[str, dict[str, Any]] = {
+    "Adagrad": {"optimizer": "Adagrad"},
+    "AdaGradBMA": {
+        "optimizer": "AdaGradBMA",
+        "options": {"variant": "weighted", "partition": "unit", "coupling": "none"},
+    },
+    "AdamW": {"optimizer": "AdamW", "options": {"weight_decay": 0.0}},
+    "AdamBMA": {"optimizer": "AdamBMA"},
+}
+BASELINE = {"AdaGradBMA": "Adagrad", "AdamBMA": "AdamW"}
+
+
+def specs(task: str, arm: str, rates: Sequence[float], seeds: Sequence[int]) -> list[Spec]:
+    return [Spec(**TASKS[task], **ARMS[arm], lr=rate, seed=seed) for rate in rates for seed in seeds]
+
+
+def mean_loss(records: list[dict[str, Any]]) -> float:
+    """Mean training loss; infinite where a run diverged."""
+    losses = [record["train_loss"] for record in records]
+    return float("inf") if None in losses else statistics.mean(losses)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data-dir", type=Path, default=None)
+    parser.add_argument("--records", type=Path, default=Path("out/first_look"))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "first_look.json")
+    arguments = parser.parse_args()
+
+    def all_records(wanted: list[Spec], title: str) -> dict[Spec, dict[str, Any]]:
+        found = {}
+        with Progress() as progress:
+            bar = progress.add_task(title, total=len(wanted))
+            for record in run_all(wanted, arguments.records, arguments.data_dir, arguments.jobs):
+                found[Spec(**record["spec"])] = record
+                progress.advance(bar)
+        return found
+
+    pairs = [(task, arm) for task in arguments.tasks for arm in ARMS]
+    tuning = all_records(
+        [spec for task, arm in pairs for spec in specs(task, arm, RATES, TUNING_SEEDS)], "choosing rates"
+    )
+    tried = {
+        pair: {rate: mean_loss([tuning[s] for s in specs(*pair, [rate], TUNING_SEEDS)]) for rate in RATES}
+        for pair in pairs
+    }
+    best = {pair: min(losses, key=losses.__getitem__) for pair, losses in tried.items()}
+    final = all_records(
+        [spec for pair in pairs for spec in specs(*pair, [best[pair]], FINAL_SEEDS)], "five fresh seeds"
+    )
+    rows = []
+    for task in arguments.tasks:
+        arms = {}
+        for arm in ARMS:
+            runs = [final[s] for s in specs(task, arm, [best[task, arm]], FINAL_SEEDS)]
+            arms[arm] = {
+                "lr": best[task, arm],
+                "tuning": {
+                    f"{rate:g}": loss if loss < float("inf") else None for rate, loss in tried[task, arm].items()
+                },
+                "train_loss": [run["train_loss"] for run in runs],
+                "test_error": [run["test_error"] for run in runs],
+                "step_ms": [1000 * run["step_seconds"] / len(run["losses"]) for run in runs],
+                "iteration_ms": [1000 * run["seconds"] / len(run["losses"]) for run in runs],
+            }
+        for arm, baseline in BASELINE.items():
+            arms[arm]["difference"] = paired(arms[arm]["train_loss"], arms[baseline]["train_loss"])
+        rows.append({"task": task, "arms": arms})
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps({"environment": environment(), "tasks": TASKS, "rows": rows}, indent=1) + "\n")
+    print(table(rows))
+
+
+def paired(ours: list[float | None], theirs: list[float | None]) -> dict[str, float] | None:
+    """Mean of the differences over seeds, and half the width of its 95% interval; None where a run diverged."""
+    if None in ours or None in theirs:
+        return None
+    differences = [a - b for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
+    half = T_95 * statistics.stdev(differences) / len(differences) ** 0.5
+    return {"mean": statistics.mean(differences), "half_width": half}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/optimizers.md."""
+    lines = [f"| task, inputs | {' | '.join(ARMS)} |", "|---" * (1 + len(ARMS)) + "|"]
+    for row in rows:
+        cells = []
+        for arm in row["arms"].values():
+            losses = arm["train_loss"]
+            cell = "diverged" if None in losses else f"{statistics.mean(losses):.4f}"
+            if arm.get("difference"):
+                cell += f" ({arm['difference']['mean']:+.4f} ± {arm['difference']['half_width']:.4f})"
+            cells.append(f"{cell} at {arm['lr']:g}")
+        lines.append(f"| {row['task']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
