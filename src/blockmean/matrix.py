@@ -13,28 +13,25 @@ inner direction: its λ_i does not exist on its own, only A_ii does, and nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from blockmean._checks import require
-from blockmean._spectral import definite_eigh, definite_when_scaled, scaled_inverse, symmetric_function, symmetrised
+from blockmean._coordinates import DTYPES, ROUNDING, Coordinates, floating, working
+from blockmean._spectral import scaled_inverse, symmetric_function, symmetrised
 from blockmean.partition import Partition, require_last
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
 
-ArrayLike = Tensor | Sequence[float] | Sequence[Sequence[float]]
-
-DTYPES = (torch.float32, torch.float64)
-_ROUNDING = 8  # times ε: twice what means over blocks of up to 1,500 entries were seen to err
 DENSE_LIMIT = 2**30
 """Bytes above which `to_dense` wants to be told that it is meant."""
 
 
-class BlockMean:
+class BlockMean(Coordinates):
     """A d×d matrix Λ̄ + B̄ that is stored as λ (L numbers) and B (L×L numbers).
 
     Args:
@@ -54,21 +51,6 @@ class BlockMean:
     True
     """
 
-    def __init__(self, partition: Partition, lam: ArrayLike, B: ArrayLike) -> None:
-        require(isinstance(partition, Partition), "partition", "BlockMean", "a Partition", partition, TypeError)
-        L = partition.num_blocks
-        lam, B = _floating(lam, "lam", beside=B), _floating(B, "B", beside=lam)
-        require_last(lam, L, "lam", "BlockMean", "block")
-        require(B.ndim >= 2 and B.shape[-2:] == (L, L), "B", "BlockMean", f"of shape (..., {L}, {L})", tuple(B.shape))
-        for name, value in (("lam", lam), ("B", B)):
-            require(bool(value.isfinite().all()), name, "BlockMean", "finite", "NaN or infinity")
-        dtype = torch.promote_types(lam.dtype, B.dtype)
-        batch = torch.broadcast_shapes(lam.shape[:-1], B.shape[:-2])
-        self.partition = partition
-        self.lam = lam.to(dtype).expand(*batch, L)
-        self.B = B.to(dtype).expand(*batch, L, L)
-        self._A: Tensor | None = None  # kept where A was computed first and B from it
-
     # ---------------------------------------------------------------- construction
 
     @classmethod
@@ -85,7 +67,7 @@ class BlockMean:
                 [1., 1., 5.]])
         """
         d = partition.num_entries
-        M = _floating(M, "M", "BlockMean.fit")
+        M = floating(M, "M", "BlockMean.fit")
         require(M.ndim >= 2 and M.shape[-1] == M.shape[-2], "M", "BlockMean.fit", "square", f"shape {tuple(M.shape)}")
         require(M.shape[-1] == d, "M", "BlockMean.fit", f"{d} x {d}, as {partition} asks", f"shape {tuple(M.shape)}")
         require(bool(M.isfinite().all()), "M", "BlockMean.fit", "finite", "NaN or infinity")
@@ -97,7 +79,7 @@ class BlockMean:
         B = off - torch.diag_embed(off.diagonal(dim1=-2, dim2=-1)) + torch.diag_embed(inside)
         lam = traces / s - inside
         # The rounding error of a difference of equal numbers is no λ: it would make a singular M look definite.
-        noise = lam.abs() <= _ROUNDING * torch.finfo(lam.dtype).eps * inside.abs()
+        noise = lam.abs() <= ROUNDING * torch.finfo(lam.dtype).eps * inside.abs()
         return cls(partition, torch.where(noise, lam - lam.detach(), lam), B)
 
     @classmethod
@@ -108,30 +90,14 @@ class BlockMean:
         λ_i is the variance inside block i, summed over rows, and computed as such: it keeps its digits where the
         difference of two nearly equal sums would lose them.
         """
-        G = _floating(G, "G", "BlockMean.from_rows")
+        G = floating(G, "G", "BlockMean.from_rows")
         require(G.ndim >= 2, "G", "BlockMean.from_rows", "of shape (..., rows, entries)", tuple(G.shape))
         require_last(G, partition.num_entries, "G", "BlockMean.from_rows", "entry")
         require(bool(G.isfinite().all()), "G", "BlockMean.from_rows", "finite", "NaN or infinity")
         require(math.isfinite(weight), "weight", "BlockMean.from_rows", "finite", weight)
-        u = _working(partition.block_sum(G)) / _working(partition.sizes.to(G.device)).sqrt()  # (N, L)
+        u = working(partition.block_sum(G)) / working(partition.sizes.to(G.device)).sqrt()  # (N, L)
         inside = partition.block_var(G).sum(-2) * weight
         return cls._from_A(partition, inside[..., partition.multiple], weight * (u.mT @ u), G.dtype)
-
-    @classmethod
-    def _from_A(cls, partition: Partition, inner: Tensor, A: Tensor, dtype: torch.dtype) -> BlockMean:
-        """The matrix with canonical coordinates A (L×L) and λ = `inner` on blocks of more than one entry.
-
-        Single entries follow Proposition 1: b_ii = 0, so λ_i = A_ii.
-        """
-        A = _working(A)
-        diagonal = A.diagonal(dim1=-2, dim2=-1)
-        lam = diagonal.index_copy(-1, partition.multiple.to(A.device), inner.to(A))
-        made = cls.__new__(cls)
-        made.partition, made.lam, made._A = partition, lam.to(dtype), A.to(dtype)
-        made.B = ((A - torch.diag_embed(lam)) / _mean_sizes(partition, A)).to(dtype)
-        if not bool(made._A.isfinite().all() and made.lam.isfinite().all()):
-            raise ValueError(f"BlockMean: the result is beyond the range of {dtype}. Scale the matrix first.")
-        return made
 
     # ---------------------------------------------------------------- what it is
 
@@ -139,19 +105,6 @@ class BlockMean:
     def A(self) -> Tensor:
         """The canonical coordinates Λ + S^½ B S^½, (..., L, L). Their eigenvalues are eigenvalues of M."""
         return self._A if self._A is not None else self._canonical().to(self.dtype)
-
-    @property
-    def shape(self) -> torch.Size:
-        d = self.partition.num_entries
-        return torch.Size([*self.lam.shape[:-1], d, d])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.lam.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.lam.device
 
     @property
     def T(self) -> BlockMean:
@@ -233,7 +186,7 @@ class BlockMean:
     def norm(self, ord: str | int = "fro") -> Tensor:
         """Frobenius ("fro"), nuclear ("nuc") or spectral (2) norm. O(L²), O(L³) for the last two."""
         require(ord in ("fro", "nuc", 2), "ord", "BlockMean.norm", "'fro', 'nuc' or 2", ord)
-        A, inner, times = self._canonical(), _working(self._inner()), self._times()
+        A, inner, times = self._canonical(), working(self._inner()), self._times()
         if ord == "fro":
             parts = torch.cat([A.flatten(-2), times.sqrt() * inner], -1)
             size: Tensor = torch.linalg.vector_norm(parts, dim=-1)  # its gradient at 0 is 0, not NaN
@@ -245,7 +198,7 @@ class BlockMean:
 
     def cond(self) -> Tensor:
         """Largest over smallest singular value; infinite where the matrix is singular. O(L³)."""
-        values = torch.cat([torch.linalg.svdvals(self._canonical()), _working(self._inner()).abs()], -1)
+        values = torch.cat([torch.linalg.svdvals(self._canonical()), working(self._inner()).abs()], -1)
         largest, smallest = values.amax(-1), values.amin(-1)
         return torch.where(smallest > 0, largest / smallest, torch.inf).to(self.dtype)
 
@@ -258,7 +211,7 @@ class BlockMean:
         >>> M.eigenvalues()
         (tensor([5., 2.]), tensor([1, 2]))
         """
-        A, inner = self._canonical(), _working(self._inner())
+        A, inner = self._canonical(), working(self._inner())
         if self._is_symmetric():
             values = torch.cat([torch.linalg.eigvalsh(A), inner], -1).to(self.dtype)
         else:
@@ -269,7 +222,7 @@ class BlockMean:
     def logdet(self) -> Tensor:
         """log det M of a symmetric positive definite matrix. O(L³)."""
         self._spectrum("logdet", definite=True)
-        inner = _working(self._inner())
+        inner = working(self._inner())
         between: Tensor = torch.linalg.slogdet(self._canonical())[1]
         return (between + (self._times() * inner.log()).sum(-1)).to(self.dtype)
 
@@ -287,7 +240,7 @@ class BlockMean:
         """M v, (d,) → (..., d); M X, (..., d, k); or the product with another BlockMean. O(d + L²) per column."""
         if isinstance(other, BlockMean):
             partition = self._common(other)
-            inner = _working(self._inner()) * _working(other._inner())
+            inner = working(self._inner()) * working(other._inner())
             dtype = torch.promote_types(self.dtype, other.dtype)
             return self._from_A(partition, inner, self._canonical() @ other._canonical(), dtype)
         if not isinstance(other, Tensor):
@@ -352,7 +305,7 @@ class BlockMean:
 
     def inverse(self) -> BlockMean:
         """M⁻¹ by Theorem 1: λ → 1/λ, A → A⁻¹. B need not be symmetric. O(L³)."""
-        inner = _working(self._inner())
+        inner = working(self._inner())
         self._refuse_inner("inverse", inner == 0, "is singular")
         A, condition = scaled_inverse(self._canonical())
         if not ((condition < 1 / self._tolerance()) & self._exceeds_rounding()).all():
@@ -382,7 +335,7 @@ class BlockMean:
             base = self if p >= 0 else self.inverse()
             n = abs(int(p))
             A = torch.linalg.matrix_power(base._canonical(), n)
-            return self._from_A(self.partition, _working(base._inner()) ** n, A, self.dtype)
+            return self._from_A(self.partition, working(base._inner()) ** n, A, self.dtype)
         return self._positive(f"power({p})", p)
 
     def apply(self, f: Callable[[Tensor], Tensor]) -> BlockMean:
@@ -401,7 +354,7 @@ class BlockMean:
         return self._function(what, lambda x: x.clamp(min=0) ** p, w, Q)
 
     def _function(self, what: str, f: Callable[[Tensor], Tensor], w: Tensor, Q: Tensor) -> BlockMean:
-        values, inner = f(w), f(_working(self._inner()))
+        values, inner = f(w), f(working(self._inner()))
         if not isinstance(values, Tensor) or values.shape != w.shape or values.is_complex():
             raise ValueError(f"BlockMean.{what}: f must take a tensor to a real tensor of the same shape.")
         if values.requires_grad:
@@ -412,125 +365,3 @@ class BlockMean:
         self._refuse_inner(what, ~inner.isfinite(), "makes f not finite")
         A = symmetric_function(symmetrised(self._canonical()), lambda x: f(x).to(x.dtype), w, Q)
         return self._from_A(self.partition, inner, A, self.dtype)
-
-    # ---------------------------------------------------------------- inside
-
-    def _with(self, lam: Tensor, B: Tensor, A: Tensor | None) -> BlockMean:
-        """The same partition with other numbers that are known to be good."""
-        made = object.__new__(BlockMean)
-        made.partition, made.lam, made.B, made._A = self.partition, lam, B, A
-        return made
-
-    def _sizes(self) -> Tensor:
-        return self.partition.sizes.to(self.lam)
-
-    def _multiple(self) -> Tensor:
-        return self.partition.multiple
-
-    def _inner(self) -> Tensor:
-        """λ of the blocks that have more than one entry."""
-        return self.lam[..., self._multiple()]
-
-    def _times(self) -> Tensor:
-        """How often each of `_inner` is an eigenvalue: s_i − 1."""
-        return (self.partition.sizes[self._multiple()] - 1).to(_working(self.lam))
-
-    def _canonical(self) -> Tensor:
-        """A in working precision."""
-        if self._A is not None:
-            return _working(self._A)
-        return torch.diag_embed(_working(self.lam)) + _working(self.B) * _mean_sizes(self.partition, self.lam)
-
-    def _common(self, other: BlockMean) -> Partition:
-        if self.partition != other.partition:
-            raise ValueError(
-                "Two block-mean matrices must have the same partition. "
-                f"Got {self.partition!r} and {other.partition!r}, which differ."
-            )
-        return self.partition
-
-    def _tolerance(self) -> float:
-        """Rounding of an L×L matrix of this dtype, relative to its size."""
-        return 4 * self.partition.num_blocks * torch.finfo(self.dtype).eps
-
-    def _size(self) -> Tensor:
-        """How large M is, (...): A alone may be nothing but rounding errors of λ, where block sums cancel."""
-        A, inner = self._canonical().detach(), _working(self._inner()).detach()
-        return torch.cat([A.flatten(-2), inner], -1).abs().amax(-1)
-
-    def _rounding(self) -> Tensor:
-        """How far rounding may have moved λ_i and A_ii that were computed from the entries of block ii, (..., L)."""
-        entries = self.lam.abs() + self.B.diagonal(dim1=-2, dim2=-1).abs()
-        return _working(_ROUNDING * torch.finfo(self.dtype).eps * entries.detach())
-
-    def _exceeds_rounding(self) -> Tensor:
-        """Whether no row of A is just what is left of λ_i + s_i b_ii cancelling, (...)."""
-        rows = self._canonical().detach().abs().amax(-1)
-        return (rows > (self._rounding() if self._A is None else 0)).all(-1)
-
-    def _number(self, value: float | Tensor) -> Tensor:
-        """A number, or one per matrix of the batch, in this dtype and ready to broadcast against B: (..., 1, 1)."""
-        is_complex = isinstance(value, Tensor) and value.is_complex()
-        require(not is_complex, "scalar", "BlockMean", "real", "a complex tensor", TypeError)
-        return torch.as_tensor(value, dtype=self.dtype, device=self.device)[..., None, None]
-
-    def _is_symmetric(self) -> bool:
-        A = self._canonical().detach()
-        return bool(((A - A.mT).abs().amax((-2, -1)) <= self._tolerance() * self._size()).all())
-
-    def _spectrum(self, what: str, *, definite: bool = False, semidefinite: bool = False) -> tuple[Tensor, Tensor]:
-        """Eigenvalues and eigenvectors of a symmetric A, outside of autograd, having refused what is asked to be."""
-        if not self._is_symmetric():
-            A = self._canonical().detach()
-            raise ValueError(
-                f"BlockMean.{what} needs a symmetric matrix. A differs from its transpose by "
-                f"{(A - A.mT).abs().max():.3g}. inverse(), solve(), power(n) and @ take any matrix."
-            )
-        A = symmetrised(self._canonical().detach())
-        good = definite_when_scaled(A, self._tolerance()) & self._exceeds_rounding()
-        w, Q = torch.linalg.eigh(A)
-        if bool(good.all() and (w[..., 0] < 1e-3 * w[..., -1]).any()):  # where eigh would lose more than 3 digits
-            w, Q = definite_eigh(A)
-        if definite or semidefinite:
-            kind = "positive definite" if definite else "positive semi-definite"
-            inner, floor = self._inner().detach(), -self._rounding()[..., self._multiple()]
-            self._refuse_inner(what, ~(inner > 0) if definite else ~(inner >= floor), f"is not {kind}")
-            bad = ~good if definite else ~(w[..., 0] >= -self._tolerance() * self._size())
-            if bad.any():
-                raise ValueError(
-                    f"BlockMean.{what}: the matrix is not {kind}. Its smallest eigenvalue between blocks (of A) is "
-                    f"{w[..., 0][bad][0]:.6g}, its largest {w[..., -1][bad][0]:.6g}. damped(δ) adds δ to all of them."
-                )
-        return w, Q
-
-    def _refuse_inner(self, what: str, bad: Tensor, complaint: str) -> None:
-        """Raise naming the first block whose λ is bad."""
-        if bad.any():
-            *batch, i = bad.nonzero()[0].tolist()
-            block = int(self._multiple()[i])
-            where = f" (matrix {batch} of the batch)" if batch else ""
-            raise ValueError(
-                f"BlockMean.{what}: the matrix {complaint}. λ = {self.lam[(*batch, block)]:.6g} of block {block} "
-                f"('{self.partition.names[block]}', {int(self.partition.sizes[block])} entries){where}."
-            )
-
-
-def _working(x: Tensor) -> Tensor:
-    """float64, where the device has it."""
-    return x if x.device.type == "mps" else x.double()
-
-
-def _mean_sizes(partition: Partition, like: Tensor) -> Tensor:
-    """√(s_i s_j), (L, L), with exactly s_i on the diagonal: a λ_i + s_i b_ii that is 0 must come out as 0."""
-    sizes = _working(partition.sizes.to(like.device))
-    return torch.outer(sizes, sizes).sqrt()
-
-
-def _floating(values: Any, name: str, owner: str = "BlockMean", beside: Any = None) -> Tensor:
-    """A float32 or float64 tensor; Python numbers take the dtype of the tensor beside them, or the default."""
-    takes = not hasattr(values, "dtype") and isinstance(beside, Tensor) and beside.is_floating_point()
-    x: Tensor = torch.as_tensor(values, dtype=beside.dtype if takes else None)
-    if not (x.is_floating_point() or x.is_complex()):
-        x = x.to(torch.get_default_dtype())
-    require(x.dtype in DTYPES, name, owner, "float32 or float64", x.dtype, TypeError)
-    return x

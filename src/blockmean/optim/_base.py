@@ -16,6 +16,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # as torch.optim does: torch.compiler.disable imports all of dynamo
 
 from blockmean.optim._groups import GroupedOptimizer, distinct
 from blockmean.optim._inspect import BlockStatistics, eigenvalues_of
@@ -114,7 +115,7 @@ class BlockMeanOptimizer(GroupedOptimizer):
         self._advance()
         return loss
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def _advance(self) -> None:
         """Both passes over all groups. Never traced: the check for bad gradients branches on values, and eigh breaks
         a graph anyway, so that compiling costs minutes and gains nothing."""

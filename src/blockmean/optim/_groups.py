@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # as torch.optim does: torch.compiler.disable imports all of dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from blockmean._checks import require
@@ -127,7 +128,7 @@ class GroupedOptimizer(Optimizer):
             if "step" in kept and not isinstance(kept["step"], Tensor):
                 kept["step"] = torch.tensor(float(kept["step"]), dtype=torch.float32)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, bit by bit; raises where the checkpoint has another partition.
 
