@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from blockmean import AdaGradBMA
+from blockmean import AdaGradBMA, AdamBMA
 from optimizers import (
     CASES,
     Net,
@@ -238,6 +238,32 @@ def test_dicts_that_do_not_fit_are_refused_by_torch(case):
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(bad)
         assert_same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"),
+    [
+        (AdaGradBMA, torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-30, "lr_decay": 0.1}),
+        (AdamBMA, torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1, "betas": (0.8, 0.9)}),
+    ],
+)
+def test_training_can_be_taken_over_from_torch(ours, theirs, options):
+    model = Net().double()
+    reference = theirs(model.parameters(), **options)
+    train(model, reference, 3)
+    for correction in (False, True):
+        twin = copy.deepcopy(model)
+        optimizer = ours(twin.parameters(), correction=correction)
+        optimizer.load_state_dict(reference.state_dict())
+        train(twin, optimizer, range(3, 6))
+        if correction:
+            assert all(param.isfinite().all() for param in twin.parameters())
+            assert all("U" in state for state in optimizer.state.values())
+        else:
+            continued = twin
+    train(model, reference, range(3, 6))
+    for param, expected in zip(continued.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(param.detach(), expected.detach(), rtol=0, atol=1e-14)
 
 
 # -------------------------------------------------------------------- blocks in checkpoints

@@ -325,6 +325,20 @@ def test_weight_decay_is_added_to_the_gradient(case, maximize):
     assert_same(params_of(model), params_of(twin))
 
 
+@every_optimizer
+def test_looking_at_the_statistics_of_blocks_changes_nothing(case):
+    model, optimizer = pair(case)
+    assert optimizer.block_statistics() == []
+    for t in range(4):
+        train(model, optimizer, range(t, t + 1))
+        before = snapshot(optimizer)
+        optimizer.block_statistics()
+        assert_same(snapshot(optimizer), before)
+    twin, alone = pair(case)
+    train(twin, alone, 4)
+    assert_same(snapshot(optimizer), snapshot(alone))
+
+
 def test_every_class_is_in_the_list():
     import blockmean
 

@@ -60,6 +60,25 @@ def test_parameters_without_gradient_stay_and_keep_their_state(case):
 
 
 @every_optimizer
+@pytest.mark.parametrize("first", [True, False])
+def test_an_old_root_is_made_anew_when_other_blocks_take_part(case, first):
+    """Two steps with all blocks in one of them: then the root of either step is fresh, whatever refresh_every says."""
+    if case.option("refresh_every") is None or case.option("coupling") == "module":
+        pytest.skip("roots are always fresh, or another module's blocks are none of its business")
+    runs = []
+    for every in (1, 100):
+        model, optimizer = pair(case, refresh_every=every)
+        for t in range(2):
+            optimizer.zero_grad()
+            loss_of(model, t).backward()
+            if first == (t == 0):
+                model.conv.zero_grad()
+            optimizer.step()
+        runs.append(params_of(model))
+    assert_same(runs[0], runs[1])
+
+
+@every_optimizer
 def test_frozen_parameters_join_when_they_are_unfrozen(case):
     model, optimizer = pair(case)
     model.conv.requires_grad_(False)

@@ -212,6 +212,17 @@ def test_a_group_on_several_devices_is_refused_before_anything_has_changed(case)
     assert not torch.equal(first, torch.ones(2)) and not torch.equal(here, torch.ones(2))
 
 
+@every_optimizer
+def test_the_default_device_plays_no_part_in_construction(case):
+    model, twin = Net(), Net()
+    with torch.device("meta"):
+        optimizer = case.of(model)
+    plain = case.of(twin)
+    train(model, optimizer, 2)
+    train(twin, plain, 2)
+    assert_same(snapshot(optimizer), snapshot(plain))
+
+
 # -------------------------------------------------------------------- in training loops
 
 

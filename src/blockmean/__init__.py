@@ -2,7 +2,8 @@
 
     partition.py   which entries form a block; block sums and expansion
     matrix.py      BlockMean: Λ̄ + B̄, its inverse, roots and every other function at the cost of L×L matrices
-    optim/         AdaGradBMA, AdaGradFull: drop-in for torch.optim, one per file
+    optim/         AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA: drop-in for torch.optim, one per file
+                   diagnose: will the correction matter here?
     plot.py        pictures of matrices and their blocks (needs the `lab` extra)
 
 After Lu, Harandi, Hartley and Pascanu, "Block Mean Approximation for Efficient Second Order Optimization".
@@ -10,7 +11,7 @@ After Lu, Harandi, Hartley and Pascanu, "Block Mean Approximation for Efficient 
 
 from blockmean import plot
 from blockmean.matrix import BlockMean
-from blockmean.optim import AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA
+from blockmean.optim import AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA, diagnose
 from blockmean.partition import Partition
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "NaturalGradientBMA",
     "Partition",
     "__version__",
+    "diagnose",
     "plot",
 ]
 __version__ = "0.1.0"

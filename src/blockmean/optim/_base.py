@@ -87,6 +87,8 @@ class BlockMeanOptimizer(GroupedOptimizer):
         """n, what blocks are measured by in A = U/(n nᵀ), from the sums of pass 1, (L,)."""
         raise NotImplementedError
 
+    _is_normalised = True  # A is measured in units of the gradient's own size, entry by entry
+
     def _keeps_diagonal(self, group: dict[str, Any]) -> bool:
         """Whether A has its own diagonal, or ones."""
         return True
@@ -347,7 +349,7 @@ class BlockMeanOptimizer(GroupedOptimizer):
         layout = work.layout
         shapes = [len(blocks) if vector else (len(blocks), len(blocks)) for blocks in layout.components]
         buffers = [work.sums.new_zeros(shape) for shape in shapes]
-        new = torch.ones(layout.num_blocks, dtype=torch.bool)
+        new = torch.ones(layout.num_blocks, dtype=torch.bool, device="cpu")
         for row, at in zip(held, layout.tensors, strict=True):
             if row is not None and at is not None and row.shape == at.rows(buffers).shape:
                 at.rows(buffers).copy_(row)

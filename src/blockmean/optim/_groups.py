@@ -78,7 +78,8 @@ class GroupedOptimizer(Optimizer):
         known = callable(by) or by in BY
         require(known, "partition", type(self).__name__, f"a callable or one of {', '.join(map(repr, BY))}", by)
         limit = group.get("max_bytes", MATRIX_LIMIT)
-        layout = Layout([named[param] for param in params], params, by, coupling, type(self).__name__, limit)
+        with torch.device("cpu"):  # whatever the default device is: a layout is looked up, never computed with
+            layout = Layout([named[param] for param in params], params, by, coupling, type(self).__name__, limit)
         if callable(by):
             group["partition"] = "custom"  # param_groups hold plain values only, so that they can be saved
         group["blocks"] = layout.fingerprint
@@ -96,7 +97,8 @@ class GroupedOptimizer(Optimizer):
             )
         if layout.coupling != coupling:  # a loaded checkpoint, or the user, changed it
             before = layout.coupling
-            layout.couple(coupling)
+            with torch.device("cpu"):
+                layout.couple(coupling)
             for param, blocks in zip(params, layout.tensors, strict=True):
                 row = self.state.get(param, {}).get("U")
                 if row is not None and blocks is not None and row.shape != layout.row_shape(blocks):

@@ -32,6 +32,7 @@ class AdaGradFull(BlockMeanOptimizer):
     Cost O(d³) per step; state d² numbers in float64.
     """
 
+    _is_normalised = False
     _not_negative = ("lr", "weight_decay", "lr_decay")
 
     def __init__(

@@ -55,6 +55,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
     >>> optimizer.step()
     """
 
+    _is_normalised = False
     _not_negative = ("lr", "weight_decay", "damping")
     _switches = ("maximize", "adapt_damping")
     _decays_gradient = False
@@ -148,10 +149,12 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             lam[blocks] = torch.where(single, own, inside[i] / weight[i].clamp(min=torch.finfo(u.dtype).tiny))
         damping = self._damping(work, A, lam, present)
         inverse = torch.where(lam + damping > NEGLIGIBLE, 1 / (lam + damping), 0.0) * present
-        c = torch.zeros_like(u)
+        common = u * sizes.rsqrt()  # the gradient along the direction that a block's entries share
+        solved = torch.zeros_like(u)
         for i, blocks in enumerate(layout.components):
-            root = sizes[blocks].rsqrt()
-            c[blocks] = root * self._solve(A[i], damping, root * u[blocks])
+            solved[blocks] = self._solve(A[i], damping, common[blocks])
+        self._remember(work, inverse * common, solved - inverse * common)
+        c = solved * sizes.rsqrt()
         gain = float((inverse * within + c * u).sum())  # gᵀ(F + δI)⁻¹g
         self._move(work, u / sizes, inverse, c, self._share(group, gain))
 
