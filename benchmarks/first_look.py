@@ -49,67 +49,56 @@ ARMS: dict[str, dict[str, Any]] = {
 BASELINE = {"AdaGradBMA": "Adagrad", "AdamBMA": "AdamW"}
 
 
-def specs(task: str, arm: str, rates: Sequence[float], seeds: Sequence[int]) -> list[Spec]:
-    return [Spec(**TASKS[task], **ARMS[arm], lr=rate, seed=seed) for rate in rates for seed in seeds]
+Tasks = dict[str, dict[str, Any]]
+
+
+def compare(tasks: Tasks, arms: Tasks, baseline: dict[str, str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per task: for each arm its best rate, what five seeds reached with it, and the paired difference."""
+    pairs = [(task, arm) for task in tasks for arm in arms]
+
+    def specs(task: str, arm: str, rates: Sequence[float], seeds: Sequence[int]) -> list[Spec]:
+        return [Spec(**tasks[task], **arms[arm], lr=rate, seed=seed) for rate in rates for seed in seeds]
+
+    def run(wanted: list[Spec], title: str) -> dict[Spec, dict[str, Any]]:
+        found = {}
+        with Progress() as progress:
+            bar = progress.add_task(title, total=len(wanted))
+            for record in run_all(wanted, options.records, options.data_dir, options.jobs):
+                found[Spec(**record["spec"])] = record
+                progress.advance(bar)
+        return found
+
+    tuning = run([spec for pair in pairs for spec in specs(*pair, RATES, TUNING_SEEDS)], "choosing rates")
+    tried = {
+        pair: {rate: mean_loss([tuning[s] for s in specs(*pair, [rate], TUNING_SEEDS)]) for rate in RATES}
+        for pair in pairs
+    }
+    best = {pair: min(losses, key=losses.__getitem__) for pair, losses in tried.items()}
+    final = run([spec for pair in pairs for spec in specs(*pair, [best[pair]], FINAL_SEEDS)], "five fresh seeds")
+    rows = []
+    for task in tasks:
+        results = {}
+        for arm in arms:
+            runs = [final[s] for s in specs(task, arm, [best[task, arm]], FINAL_SEEDS)]
+            losses = tried[task, arm]
+            results[arm] = {
+                "lr": best[task, arm],
+                "tuning": {f"{rate:g}": loss if loss < float("inf") else None for rate, loss in losses.items()},
+                "train_loss": [run["train_loss"] for run in runs],
+                "test_error": [run["test_error"] for run in runs],
+                "step_ms": [1000 * run["step_seconds"] / len(run["losses"]) for run in runs],
+                "iteration_ms": [1000 * run["seconds"] / len(run["losses"]) for run in runs],
+            }
+        for arm, other in baseline.items():
+            results[arm]["difference"] = paired(results[arm]["train_loss"], results[other]["train_loss"])
+        rows.append({"task": task, "arms": results})
+    return rows
 
 
 def mean_loss(records: list[dict[str, Any]]) -> float:
     """Mean training loss; infinite where a run diverged."""
     losses = [record["train_loss"] for record in records]
     return float("inf") if None in losses else statistics.mean(losses)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data-dir", type=Path, default=None)
-    parser.add_argument("--records", type=Path, default=Path("out/first_look"))
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "first_look.json")
-    arguments = parser.parse_args()
-
-    def all_records(wanted: list[Spec], title: str) -> dict[Spec, dict[str, Any]]:
-        found = {}
-        with Progress() as progress:
-            bar = progress.add_task(title, total=len(wanted))
-            for record in run_all(wanted, arguments.records, arguments.data_dir, arguments.jobs):
-                found[Spec(**record["spec"])] = record
-                progress.advance(bar)
-        return found
-
-    pairs = [(task, arm) for task in arguments.tasks for arm in ARMS]
-    tuning = all_records(
-        [spec for task, arm in pairs for spec in specs(task, arm, RATES, TUNING_SEEDS)], "choosing rates"
-    )
-    tried = {
-        pair: {rate: mean_loss([tuning[s] for s in specs(*pair, [rate], TUNING_SEEDS)]) for rate in RATES}
-        for pair in pairs
-    }
-    best = {pair: min(losses, key=losses.__getitem__) for pair, losses in tried.items()}
-    final = all_records(
-        [spec for pair in pairs for spec in specs(*pair, [best[pair]], FINAL_SEEDS)], "five fresh seeds"
-    )
-    rows = []
-    for task in arguments.tasks:
-        arms = {}
-        for arm in ARMS:
-            runs = [final[s] for s in specs(task, arm, [best[task, arm]], FINAL_SEEDS)]
-            arms[arm] = {
-                "lr": best[task, arm],
-                "tuning": {
-                    f"{rate:g}": loss if loss < float("inf") else None for rate, loss in tried[task, arm].items()
-                },
-                "train_loss": [run["train_loss"] for run in runs],
-                "test_error": [run["test_error"] for run in runs],
-                "step_ms": [1000 * run["step_seconds"] / len(run["losses"]) for run in runs],
-                "iteration_ms": [1000 * run["seconds"] / len(run["losses"]) for run in runs],
-            }
-        for arm, baseline in BASELINE.items():
-            arms[arm]["difference"] = paired(arms[arm]["train_loss"], arms[baseline]["train_loss"])
-        rows.append({"task": task, "arms": arms})
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({"environment": environment(), "tasks": TASKS, "rows": rows}, indent=1) + "\n")
-    print(table(rows))
 
 
 def paired(ours: list[float | None], theirs: list[float | None]) -> dict[str, float] | None:
@@ -122,8 +111,8 @@ def paired(ours: list[float | None], theirs: list[float | None]) -> dict[str, fl
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/optimizers.md."""
-    lines = [f"| task, inputs | {' | '.join(ARMS)} |", "|---" * (1 + len(ARMS)) + "|"]
+    """The rows as a Markdown table: mean loss, paired difference and its interval, learning rate."""
+    lines = [f"| task, inputs | {' | '.join(rows[0]['arms'])} |", "|---" * (1 + len(rows[0]["arms"])) + "|"]
     for row in rows:
         cells = []
         for arm in row["arms"].values():
@@ -136,5 +125,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def main(description: str, tasks: Tasks, arms: Tasks, baseline: dict[str, str], name: str) -> None:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--data-dir", type=Path, default=None, help="where MNIST and CIFAR-10 are")
+    parser.add_argument("--records", type=Path, default=Path("out") / name, help="one file per run; none is run twice")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"{name}.json")
+    options = parser.parse_args()
+    rows = compare(tasks, arms, baseline, options)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    record = {"environment": environment(), "tasks": tasks, "arms": arms, "rows": rows}
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(rows))
+
+
 if __name__ == "__main__":
-    main()
+    main(__doc__.partition("\n")[0], TASKS, ARMS, BASELINE, "first_look")

@@ -1,0 +1,22 @@
+"""Is a cap on the correction worth having? AdamBMA with all units coupled, where neighbours can move each other.
+
+    python benchmarks/correction_cap.py --data-dir FOLDER [--jobs 2]
+
+The protocol is that of first_look.py.
+"""
+
+from __future__ import annotations
+
+from first_look import TASKS, main
+
+ARMS = {
+    "no coupling": {"optimizer": "AdamBMA"},
+    "coupled, no cap": {"optimizer": "AdamBMA", "options": {"coupling": "all"}},
+    "coupled, cap 3": {"optimizer": "AdamBMA", "options": {"coupling": "all", "correction_cap": 3.0}},
+    "coupled, cap 1": {"optimizer": "AdamBMA", "options": {"coupling": "all", "correction_cap": 1.0}},
+}
+BASELINE = {"coupled, cap 3": "coupled, no cap", "coupled, cap 1": "coupled, no cap"}
+
+if __name__ == "__main__":
+    tasks = {name: task for name, task in TASKS.items() if task["model"] == "mlp"}
+    main(__doc__.partition("\n")[0], tasks, ARMS, BASELINE, "correction_cap")
