@@ -33,7 +33,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "MNIST MLP": {"dataset": "mnist", "model": "mlp", "steps": 800, "batch": 128},
         "CIFAR-10 CNN": {"dataset": "cifar10", "model": "cnn", "steps": 500, "batch": 64},
     }.items()
-    for inputs in ("raw", "normalised", "centred")
+    for inputs in ("raw", "centred", "normalised")
 }
 
 # Each arm that has a correction stands beside its diagonal method.
@@ -52,47 +52,43 @@ BASELINE = {"AdaGradBMA": "Adagrad", "AdamBMA": "AdamW"}
 Tasks = dict[str, dict[str, Any]]
 
 
-def compare(tasks: Tasks, arms: Tasks, baseline: dict[str, str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per task: for each arm its best rate, what five seeds reached with it, and the paired difference."""
-    pairs = [(task, arm) for task in tasks for arm in arms]
+def compare(
+    task: str, setting: dict[str, Any], arms: Tasks, baseline: dict[str, str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """For each arm its best rate, what five seeds reached with it, and the paired difference from its baseline."""
 
-    def specs(task: str, arm: str, rates: Sequence[float], seeds: Sequence[int]) -> list[Spec]:
-        return [Spec(**tasks[task], **arms[arm], lr=rate, seed=seed) for rate in rates for seed in seeds]
+    def specs(arm: str, rates: Sequence[float], seeds: Sequence[int]) -> list[Spec]:
+        return [Spec(**setting, **arms[arm], lr=rate, seed=seed) for rate in rates for seed in seeds]
 
     def run(wanted: list[Spec], title: str) -> dict[Spec, dict[str, Any]]:
         found = {}
         with Progress() as progress:
-            bar = progress.add_task(title, total=len(wanted))
+            bar = progress.add_task(f"{task}: {title}", total=len(wanted))
             for record in run_all(wanted, options.records, options.data_dir, options.jobs):
                 found[Spec(**record["spec"])] = record
                 progress.advance(bar)
         return found
 
-    tuning = run([spec for pair in pairs for spec in specs(*pair, RATES, TUNING_SEEDS)], "choosing rates")
+    tuning = run([spec for arm in arms for spec in specs(arm, RATES, TUNING_SEEDS)], "choosing rates")
     tried = {
-        pair: {rate: mean_loss([tuning[s] for s in specs(*pair, [rate], TUNING_SEEDS)]) for rate in RATES}
-        for pair in pairs
+        arm: {rate: mean_loss([tuning[s] for s in specs(arm, [rate], TUNING_SEEDS)]) for rate in RATES} for arm in arms
     }
-    best = {pair: min(losses, key=losses.__getitem__) for pair, losses in tried.items()}
-    final = run([spec for pair in pairs for spec in specs(*pair, [best[pair]], FINAL_SEEDS)], "five fresh seeds")
-    rows = []
-    for task in tasks:
-        results = {}
-        for arm in arms:
-            runs = [final[s] for s in specs(task, arm, [best[task, arm]], FINAL_SEEDS)]
-            losses = tried[task, arm]
-            results[arm] = {
-                "lr": best[task, arm],
-                "tuning": {f"{rate:g}": loss if loss < float("inf") else None for rate, loss in losses.items()},
-                "train_loss": [run["train_loss"] for run in runs],
-                "test_error": [run["test_error"] for run in runs],
-                "step_ms": [1000 * run["step_seconds"] / len(run["losses"]) for run in runs],
-                "iteration_ms": [1000 * run["seconds"] / len(run["losses"]) for run in runs],
-            }
-        for arm, other in baseline.items():
-            results[arm]["difference"] = paired(results[arm]["train_loss"], results[other]["train_loss"])
-        rows.append({"task": task, "arms": results})
-    return rows
+    best = {arm: min(losses, key=losses.__getitem__) for arm, losses in tried.items()}
+    final = run([spec for arm in arms for spec in specs(arm, [best[arm]], FINAL_SEEDS)], "five fresh seeds")
+    results: dict[str, dict[str, Any]] = {}
+    for arm in arms:
+        runs = [final[spec] for spec in specs(arm, [best[arm]], FINAL_SEEDS)]
+        results[arm] = {
+            "lr": best[arm],
+            "tuning": {f"{rate:g}": loss if loss < float("inf") else None for rate, loss in tried[arm].items()},
+            "train_loss": [run["train_loss"] for run in runs],
+            "test_error": [run["test_error"] for run in runs],
+            "step_ms": [1000 * run["step_seconds"] / len(run["losses"]) for run in runs],
+            "iteration_ms": [1000 * run["seconds"] / len(run["losses"]) for run in runs],
+        }
+    for arm, other in baseline.items():
+        results[arm]["difference"] = paired(results[arm]["train_loss"], results[other]["train_loss"])
+    return {"task": task, "arms": results}
 
 
 def mean_loss(records: list[dict[str, Any]]) -> float:
@@ -132,10 +128,12 @@ def main(description: str, tasks: Tasks, arms: Tasks, baseline: dict[str, str], 
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"{name}.json")
     options = parser.parse_args()
-    rows = compare(tasks, arms, baseline, options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    record = {"environment": environment(), "tasks": tasks, "arms": arms, "rows": rows}
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    rows = []
+    for task, setting in tasks.items():
+        rows.append(compare(task, setting, arms, baseline, options))
+        record = {"environment": environment(), "tasks": tasks, "arms": arms, "rows": rows}
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
     print(table(rows))
 
 

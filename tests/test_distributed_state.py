@@ -3,7 +3,9 @@
 import copy
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -73,3 +75,27 @@ def test_a_distributed_checkpoint_on_disk_goes_on_bit_by_bit(case, tmp_path):
     assert_same(snapshot(resumed), snapshot(optimizer))
     train(fresh, resumed, range(4, 8))
     assert_same(snapshot(resumed), uninterrupted(case, 8))
+
+
+class WithEmpty(nn.Module):
+    """A layer, and a parameter without entries, as a pruned or not yet grown layer has."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+
+@every_optimizer
+def test_parameters_without_entries_have_state_as_others_have(case):
+    """torch.distributed.checkpoint asks for the state of every parameter that requires a gradient."""
+    torch.manual_seed(0)
+    model, fresh = WithEmpty(), WithEmpty()
+    optimizer, resumed = case.of(model), case.of(fresh)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model.layer(torch.ones(3)).square().sum() + model.empty.sum()).backward()
+        optimizer.step()
+    set_optimizer_state_dict(fresh, resumed, copy.deepcopy(get_optimizer_state_dict(model, optimizer)))
+    assert float(resumed.state[fresh.empty]["step"]) == 2
+    assert torch.equal(resumed.state[fresh.layer.weight]["step"], optimizer.state[model.layer.weight]["step"])

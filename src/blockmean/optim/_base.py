@@ -139,12 +139,12 @@ class BlockMeanOptimizer(GroupedOptimizer):
     def _collect(self, group: dict[str, Any]) -> Work | None:
         """Pass 1 of one group; None where no parameter has a gradient."""
         params = distinct(group)
-        if not params:
+        if not any(param.numel() for param in params):
             return None
         layout = self._layout_of(group)
         members = []
         for i, (param, blocks) in enumerate(zip(params, layout.tensors, strict=True)):
-            if param.grad is not None and blocks is not None:
+            if param.grad is not None:
                 grad = self._effective_grad(param, layout.parameters[i], group)
                 members.append(self._member(layout.parameters[i], param, blocks, group, grad, moves=True))
         if not members:
@@ -152,7 +152,7 @@ class BlockMeanOptimizer(GroupedOptimizer):
         if layout.is_shared:
             touched = {member.blocks.start for member in members}
             for i, (param, blocks) in enumerate(zip(params, layout.tensors, strict=True)):
-                if param.grad is None and blocks is not None and blocks.start in touched:
+                if param.grad is None and blocks.start in touched:
                     zero = torch.zeros_like(param, dtype=arithmetic(param))
                     members.append(self._member(layout.parameters[i], param, blocks, group, zero, moves=False))
         devices = sorted({str(member.param.device) for member in members})
@@ -250,7 +250,7 @@ class BlockMeanOptimizer(GroupedOptimizer):
         members = [
             Member(param, name, blocks, self.state[param], torch.zeros_like(param, dtype=arithmetic(param)), False)
             for param, name, blocks in zip(distinct(group), layout.parameters, layout.tensors, strict=True)
-            if blocks is not None and "step" in self.state.get(param, {})
+            if "step" in self.state.get(param, {})
         ]
         return Work(group, layout, members, self._block_sums(group, members, layout.num_blocks))
 
@@ -334,7 +334,7 @@ class BlockMeanOptimizer(GroupedOptimizer):
             rows = [None] * len(params)
             self._bound[key] = (buffers, rows)
         for i, (param, blocks) in enumerate(zip(params, layout.tensors, strict=True)):
-            if rows[i] is None and blocks is not None and self.state.get(param):
+            if rows[i] is None and self.state.get(param):
                 rows[i] = self.state[param][name] = blocks.rows(buffers)
         return buffers
 
@@ -351,7 +351,7 @@ class BlockMeanOptimizer(GroupedOptimizer):
         buffers = [work.sums.new_zeros(shape) for shape in shapes]
         new = torch.ones(layout.num_blocks, dtype=torch.bool, device="cpu")
         for row, at in zip(held, layout.tensors, strict=True):
-            if row is not None and at is not None and row.shape == at.rows(buffers).shape:
+            if row is not None and row.shape == at.rows(buffers).shape:
                 at.rows(buffers).copy_(row)
                 new[at.start : at.stop] = False
         for buffer, blocks in zip(buffers, layout.components, strict=True):

@@ -101,7 +101,7 @@ class GroupedOptimizer(Optimizer):
                 layout.couple(coupling)
             for param, blocks in zip(params, layout.tensors, strict=True):
                 row = self.state.get(param, {}).get("U")
-                if row is not None and blocks is not None and row.shape != layout.row_shape(blocks):
+                if row is not None and row.shape != layout.row_shape(blocks):
                     layout.couple(before)
                     raise ValueError(
                         f"The 'coupling' parameter of {type(self).__name__} cannot change from {before!r} to "

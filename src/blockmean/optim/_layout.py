@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockmean._checks import require
-from blockmean._cut import By, Cut, cut_tensor, number_blocks
+from blockmean._cut import By, Cut, Origin, cut_tensor, number_blocks
 from blockmean.partition import Partition
 
 COUPLINGS = ("all", "module", "none")
@@ -19,11 +19,15 @@ MATRIX_LIMIT = 2**30
 """Bytes that one matrix between blocks may need before it is refused."""
 
 
+NOTHING = Cut(torch.zeros(0, dtype=torch.int64), None, Origin("", (0,), ""), None, is_grid=False)
+"""What a parameter without entries is cut into."""
+
+
 class TensorBlocks:
     """The blocks of one parameter: `start` to `stop` among those of its group.
 
     Blocks that follow the leading dims of the parameter (its `grid`) are summed and spread by broadcasting, whatever
-    the strides; others through a `Partition` of the flattened entries.
+    the strides; others through a `Partition` of the flattened entries. A parameter without entries has no blocks.
     """
 
     def __init__(self, cut: Cut, shape: torch.Size, start: int) -> None:
@@ -40,6 +44,8 @@ class TensorBlocks:
 
     def sum(self, x: Tensor) -> Tensor:
         """Block sums of a tensor of the parameter's shape, (blocks,)."""
+        if self.start == self.stop:
+            return x.new_zeros(0)
         if self._partition is not None:
             return self._partition.block_sum(x.flatten())
         inner = tuple(range(len(self._grid), x.ndim))
@@ -47,6 +53,8 @@ class TensorBlocks:
 
     def spread(self, c: Tensor) -> Tensor:
         """One number per block, ready to broadcast against the parameter."""
+        if self.start == self.stop:
+            return c.new_zeros(self._shape)
         if self._partition is not None:
             return self._partition.expand(c).view(self._shape)
         return c.view((*self._grid, *(1 for _ in self._shape[len(self._grid) :])))  # a tuple: it may be empty
@@ -69,18 +77,21 @@ class Layout:
             f"'{name}'" if name else f"parameter {i} {list(param.shape)}"
             for i, (name, param) in enumerate(zip(names, params, strict=True))
         ]
-        filled = [i for i, param in enumerate(params) if param.numel()]
-        cuts = [cut_tensor(names[i], i, params[i], by) for i in filled]
+        cuts = [
+            cut_tensor(name, i, param, by) if param.numel() else NOTHING
+            for i, (name, param) in enumerate(zip(names, params, strict=True))
+        ]
         starts, self.origins = number_blocks(cuts)
-        self.tensors: list[TensorBlocks | None] = [None] * len(params)
-        for i, cut, start in zip(filled, cuts, starts, strict=True):
-            self.tensors[i] = TensorBlocks(cut, params[i].shape, start)
-        self.num_blocks = max((blocks.stop for blocks in self.tensors if blocks), default=0)
+        self.tensors = [
+            TensorBlocks(cut, param.shape, start) for cut, param, start in zip(cuts, params, starts, strict=True)
+        ]
+        self.num_blocks = max((blocks.stop for blocks in self.tensors), default=0)
         self.sizes = torch.zeros(self.num_blocks, dtype=torch.int64)
-        for blocks in filter(None, self.tensors):
+        for blocks in self.tensors:
             self.sizes[blocks.start : blocks.stop] += blocks.sizes
         self.fingerprint = _fingerprint(cuts, starts)
-        self.is_shared = len(set(starts)) < len(starts)
+        owned = [blocks.start for blocks in self.tensors if blocks.stop > blocks.start]
+        self.is_shared = len(set(owned)) < len(owned)
         self.couple(coupling)
 
     def couple(self, coupling: str) -> None:
@@ -90,8 +101,8 @@ class Layout:
         self.is_diagonal = coupling == "none"
         count = int(matrix_of.max()) + 1 if self.num_blocks else 0
         self.components = [(matrix_of == i).nonzero().squeeze(-1) for i in range(count)]
-        for blocks in filter(None, self.tensors):
-            blocks.component = int(matrix_of[blocks.start])
+        for blocks in self.tensors:
+            blocks.component = int(matrix_of[blocks.start]) if blocks.stop > blocks.start else 0
             blocks.row = int((matrix_of[: blocks.start] == blocks.component).sum())
 
     def matrices(self, coupling: str) -> Tensor:

@@ -1,0 +1,48 @@
+"""How much of a matrix its block mean keeps: ‖E(M)‖²_F / ‖M‖²_F, from a few products with random signs.
+
+E is an orthogonal projection, so ‖M‖² = ‖E(M)‖² + ‖M − E(M)‖². The first is known; the second is the mean of
+‖(M − E(M)) z‖² over random signs z. (Estimating ‖M‖² itself would be noisy just where the block mean is good.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockmean._checks import require
+from blockmean.curvature._problem import Problem
+from blockmean.matrix import BlockMean
+
+
+class Products:
+    """Z: random signs (p, d), and Y = Z M as it is summed over the data. Memory 2 p d."""
+
+    def __init__(self, problem: Problem, count: int) -> None:
+        require(count >= 0, "norm_probes", problem.owner, "at least 0", count)
+        self.Z = problem.signs(count, problem.partition.num_entries).to(problem.device, problem.dtype)
+        self._Y = torch.zeros_like(self.Z)
+
+    def __bool__(self) -> bool:
+        return len(self.Z) > 0
+
+    def add(self, Y: Tensor) -> None:
+        """Add Z times a part of M."""
+        self._Y += Y
+
+    def add_rows(self, rows: Tensor, weights: Tensor | None = None) -> None:
+        """Add Z Σ w g gᵀ over rows g (n, d)."""
+        along = self.Z @ rows.mT  # (p, n)
+        self._Y += (along if weights is None else along * weights.to(along)) @ rows
+
+    def explained(self, M: BlockMean, weight: float) -> tuple[float | None, float | None]:
+        """The share of ‖weight · M‖²_F that its block mean has, and its standard error."""
+        count = len(self.Z)
+        if not count:
+            return None, None
+        kept = float(M.norm()) ** 2
+        lost = (weight * self._Y - self.Z @ M).double().square().sum(-1)
+        total = kept + float(lost.mean())
+        if total == 0:
+            return 1.0, 0.0  # M = 0 is its own block mean
+        error = float(lost.std() / count**0.5) if count > 1 else float("nan")
+        return kept / total, kept / total**2 * error
