@@ -1,6 +1,6 @@
 """A first look at what the block mean buys: training loss after a fixed number of steps, with and without it.
 
-    python benchmarks/first_look.py --data-dir FOLDER [--jobs 2] [--records out/first_look]
+    python benchmarks/first_look.py --data-dir FOLDER [--jobs 2] [--records out/runs]
 
 Every arm gets the same learning rates and the same seeds for choosing among them; the best is then run with five fresh
 seeds. Seeds fix initial weights and batches, so arms are compared in pairs. Runs are kept as records and not made
@@ -124,7 +124,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(description: str, tasks: Tasks, arms: Tasks, baseline: dict[str, str], name: str) -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data-dir", type=Path, default=None, help="where MNIST and CIFAR-10 are")
-    parser.add_argument("--records", type=Path, default=Path("out") / name, help="one file per run; none is run twice")
+    parser.add_argument("--records", type=Path, default=Path("out/runs"), help="one file per run; none is run twice")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"{name}.json")
     options = parser.parse_args()

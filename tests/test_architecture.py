@@ -27,7 +27,7 @@ ALLOWED = {
     "_kernels": {"_checks"},
     "statistics": {*ALGEBRA, "_kernels"},
     "optim": {*ALGEBRA, "_kernels", "statistics", "optim"},
-    "curvature": {*ALGEBRA, "curvature"},
+    "curvature": {*ALGEBRA, "_coordinates", "curvature"},
     "plot": {*ALGEBRA, "curvature", "statistics", "optim"},
     "lab": {"lab"},  # and the public names, see below
     "cli": {"lab"},

@@ -1,8 +1,8 @@
 """What all curvature matrices share: which parameters, which blocks, how the data is walked, and what is refused.
 
-The loss of sample n is ℓ_n = loss_fn(model(x_n), y_n) on a batch of that sample alone. `reduction` says how loss_fn puts
-a batch together: "mean", (1/N) Σ ℓ_n, or "sum", Σ ℓ_n. All matrices belong to that loss over all samples of `data`, so
-each sample counts alike whatever the sizes of the batches.
+The loss of sample n is ℓ_n = loss_fn(model(x_n), y_n) on a batch of that sample alone. `reduction` says how loss_fn
+puts a batch together: "mean", (1/N) Σ ℓ_n, or "sum", Σ ℓ_n. All matrices belong to that loss over all of `data`: each
+sample counts alike, whatever the sizes of the batches.
 """
 
 from __future__ import annotations
@@ -112,14 +112,18 @@ class Problem:
         """What the sum over all samples has to be multiplied by."""
         return 1 / self.samples if self.reduction == "mean" else 1.0
 
-    @property
-    def sum_sign(self) -> str:
-        """The sum over samples as an equation has it."""
-        return f"1/N Σ_n, N = {self.samples:,}" if self.reduction == "mean" else "Σ_n"
+    def equation(self, term: str) -> str:
+        """M as a sum over samples of a term that may go on with the meaning of its letters."""
+        return f"M = 1/N Σ_n {term}, N = {self.samples:,}" if self.reduction == "mean" else f"M = Σ_n {term}"
 
     def flat(self, tensors: Tensors, batch_dims: int = 0) -> Tensor:
         """Parameter-shaped tensors laid end to end: (..., d)."""
         return torch.cat([t.flatten(batch_dims) for t in tensors.values()], -1)
+
+    def unflat(self, x: Tensor) -> Tensors:
+        """A vector (d,) cut into parameter-shaped tensors."""
+        pieces = x.split([p.numel() for p in self.params.values()])
+        return {n: piece.view_as(p).to(p) for (n, p), piece in zip(self.params.items(), pieces, strict=True)}
 
     # ---------------------------------------------------------------- directions in parameter space
 
@@ -147,7 +151,7 @@ class Problem:
     def indicators(self) -> Iterator[Tensors]:
         """The columns of R: 1/√s_i on block i."""
         for entries in self.entries():
-            yield self.tangent(entries, torch.full((len(entries),), len(entries) ** -0.5))
+            yield self.tangent(entries, torch.full((len(entries),), len(entries) ** -0.5, dtype=torch.float64))
 
     # ---------------------------------------------------------------- walking the data
 
@@ -179,6 +183,14 @@ class Problem:
         """Independent random signs in float64 on the CPU."""
         draw = torch.randint(2, shape, generator=self.generator, device=self.generator.device)
         return (2 * draw - 1).double().cpu()
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Independent random numbers between 0 and 1."""
+        return torch.rand(shape, generator=self.generator, device=self.generator.device).to(self.device)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Independent standard normal numbers."""
+        return torch.randn(shape, generator=self.generator, device=self.generator.device).to(self.device)
 
     def refuse_nonfinite(self, values: Tensor, what: str, chunk: Chunk) -> None:
         if not bool(values.isfinite().all()):

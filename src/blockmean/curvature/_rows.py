@@ -65,7 +65,12 @@ class RowSums:
 
 
 def pull_back(
-    problem: Problem, chunk: Chunk, factor: Factor, count: int, noise: Tensor | None, add: Callable[[Tensor, Tensor], Any]
+    problem: Problem,
+    chunk: Chunk,
+    factor: Factor,
+    count: int,
+    noise: Tensor | None,
+    add: Callable[[Tensor, Tensor], Any],
 ) -> None:
     """Call `add(rows, signs)` with the rows J_nᵀ v_k (n, k, d) of the samples of a chunk, J_n the Jacobian of outputs.
 
@@ -78,14 +83,13 @@ def pull_back(
     for part, own in zip(chunk.split(at_once), (empty if noise is None else noise).split(at_once), strict=True):
         for first in range(0, count, step):
 
-            def of_sample(
-                inputs: Any, target: Any, own: Tensor, first: int = first
-            ) -> tuple[Tensors, Tensor]:
+            def of_sample(inputs: Any, target: Any, own: Tensor, first: int = first) -> tuple[Tensors, Tensor]:
                 def outputs(params: Tensors) -> Tensor:
                     out: Tensor = problem.output(params, single(inputs))
                     return out[0]
 
-                out, pull = vjp(outputs, problem.params)
+                found: Any = vjp(outputs, problem.params)
+                out, pull = found
                 V, signs = factor(out, target, own)
                 V, signs = V[first : first + step], signs[first : first + step]
                 return vmap(lambda v: pull(v.to(out).view_as(out))[0])(V), signs

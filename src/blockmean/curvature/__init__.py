@@ -1,0 +1,14 @@
+"""Curvature of a model's loss on data as block-mean matrices: Fisher, Gauss-Newton and Hessian, never d × d.
+
+fisher.py   empirical_fisher, fisher: from the gradients of single samples
+ggn.py      ggn: from derivatives of the outputs along block indicators
+hessian.py  hessian: from Hessian-vector products
+report.py   Curvature, the BlockMean they return, and its report: scaling, errors, what the block mean explains
+"""
+
+from blockmean.curvature.fisher import empirical_fisher, fisher
+from blockmean.curvature.ggn import ggn
+from blockmean.curvature.hessian import hessian
+from blockmean.curvature.report import Curvature, Report
+
+__all__ = ["Curvature", "Report", "empirical_fisher", "fisher", "ggn", "hessian"]

@@ -1,0 +1,171 @@
+"""The generalised Gauss-Newton matrix in block-mean form: A from L directional derivatives, λ from output space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jvp, vjp, vmap
+
+from blockmean._checks import require
+from blockmean._coordinates import working
+from blockmean._cut import By
+from blockmean.curvature._norm import Products
+from blockmean.curvature._problem import Chunk, Data, LossFn, Params, Problem, Tensors, single
+from blockmean.curvature._rows import RowSums, pull_back
+from blockmean.curvature.report import Curvature, finish
+from blockmean.partition import Partition
+
+LARGEST_OUTPUT = 4096
+"""Outputs per sample above which the eigenvectors of one loss Hessian take too long and too much memory."""
+
+
+def ggn(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: Data,
+    partition: Partition | By = "tensor",
+    *,
+    params: Params | None = None,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+    num_probes: int | None = 16,
+    norm_probes: int = 0,
+    generator: torch.Generator | None = None,
+) -> Curvature:
+    """The block mean of G = (1/N) Σ_n J_nᵀ H_n J_n, J_n the Jacobian of the outputs, H_n the loss's Hessian in them.
+
+    A = Rᵀ G R is exact: L derivatives of the outputs along the block indicators, T = J R, then A = Tᵀ H T.
+
+    λ comes from output space. With H_n = Σ_c σ_c q_c q_cᵀ (C outputs), G is a sum of rows √|σ_c| J_nᵀ q_c with signs,
+    and λ_i the variance of these rows inside block i: C gradients per sample make it exact. Where C is larger than
+    `num_probes`, so many q_c are drawn instead, each with probability |σ_c| / Σ|σ|: unbiased, never negative for a
+    convex loss, and independent between samples, so that the error shrinks as 1/√(N · num_probes). A random vector in
+    parameter space for each block (what `hessian` has to use) would err as 1/√num_probes, at L times the cost.
+
+    Args:
+        loss_fn: (outputs, targets) → scalar, twice differentiable; the model returns a tensor, samples along dim 0.
+        num_probes: draws per sample for λ; it is exact where outputs are as few as that, or for None.
+        chunk_size: samples per pass, and rows held at once for λ; by default 256 samples and 64 MB of rows.
+        data, partition, params, reduction, norm_probes, generator: as for `empirical_fisher`. With "sum", G = Σ_n.
+            Where the model is random, A and λ belong to different draws of it.
+
+    Cost: L derivatives and min(C, num_probes) gradients per sample. Memory: one pass, d and L numbers per sample of it.
+
+    >>> model, x = torch.nn.Linear(2, 1, bias=False), torch.tensor([[1.0, 3.0], [2.0, 0.0]])
+    >>> G = ggn(model, torch.nn.functional.mse_loss, (x, torch.zeros(2, 1)))
+    >>> torch.allclose(G.to_dense(), torch.tensor([[7.0, 3.0], [3.0, 7.0]]))  # of 2 E[x xᵀ] = [[5, 3], [3, 9]]
+    True
+    """
+    require(num_probes is None or num_probes >= 1, "num_probes", "ggn", "at least 1, or None", num_probes)
+    problem = Problem("ggn", model, loss_fn, partition, params, reduction, chunk_size, generator)
+    rows, products = RowSums(problem), Products(problem, norm_probes)
+    A = torch.zeros_like(rows.A)
+    draws = 0  # per sample; 0 means that λ is exact
+
+    def factor(out: Tensor, target: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return _factor(problem, out, target, noise if draws else None)
+
+    def add(found: Tensor, signs: Tensor) -> None:
+        if draws:
+            rows.add_draws(found, signs)
+        else:
+            rows.add(found.flatten(0, 1), signs.flatten())
+
+    with problem.evaluation():
+        for chunk in problem.chunks(data, problem.samples_per_pass):
+            outputs = _outputs(problem)
+            draws = 0 if num_probes is None or outputs <= num_probes else num_probes
+            A += _between(problem, chunk)
+            pull_back(
+                problem, chunk, factor, draws or outputs, problem.uniform(chunk.size, draws) if draws else None, add
+            )
+            if products:
+                products.add(torch.stack([_product(problem, chunk, z) for z in products.Z]))
+    term = "J_nᵀ H_n J_n, H_n = ∇²ℓ_n in the outputs"
+    if not draws:
+        return finish(problem, products, "generalised Gauss-Newton matrix", term, A, rows.lam)
+    return finish(
+        problem,
+        products,
+        "generalised Gauss-Newton matrix",
+        term,
+        A,
+        rows.lam,
+        probes=draws,
+        estimated=problem.partition.sizes > 1,
+        lam_error=rows.error(),
+    )
+
+
+def _outputs(problem: Problem) -> int:
+    """C, the number of outputs per sample."""
+    if problem.output_shape is None:
+        raise TypeError("ggn: the model must return a tensor with the samples along dim 0.")
+    outputs = math.prod(problem.output_shape)
+    require(outputs <= LARGEST_OUTPUT, "model", "ggn", f"one with at most {LARGEST_OUTPUT} outputs per sample", outputs)
+    return outputs
+
+
+def _between(problem: Problem, chunk: Chunk) -> Tensor:
+    """Tᵀ H T of a chunk, T = J R, (L, L)."""
+    along = []
+    for r in problem.indicators():
+        out, t = _along(problem, chunk, r)
+        along.append(t)
+    T = torch.stack(along)  # (L, n, outputs)
+    HT = vmap(_loss_hessian(problem, chunk, out))(T)
+    problem.refuse_nonfinite(HT, "the loss or a derivative of it", chunk)
+    return working(T.flatten(1)) @ working(HT.flatten(1)).mT
+
+
+def _product(problem: Problem, chunk: Chunk, z: Tensor) -> Tensor:
+    """G z of a chunk, (d,)."""
+    out, t = _along(problem, chunk, problem.unflat(z))
+    problem.reseed()
+    pull = vjp(lambda params: problem.output(params, chunk.inputs), problem.params)[1]
+    return problem.flat(pull(_loss_hessian(problem, chunk, out)(t))[0])
+
+
+def _along(problem: Problem, chunk: Chunk, direction: Tensors) -> tuple[Tensor, Tensor]:
+    """The outputs and their derivative along a direction."""
+    problem.reseed()
+    point = {name: problem.params[name] for name in direction}
+    found: Any = jvp(lambda moved: problem.output({**problem.params, **moved}, chunk.inputs), (point,), (direction,))
+    return found[0], found[1]
+
+
+def _loss_hessian(problem: Problem, chunk: Chunk, out: Tensor) -> Callable[[Tensor], Tensor]:
+    """t → H t, H the Hessian of the total loss of a chunk in the outputs."""
+
+    def loss(o: Tensor) -> Tensor:
+        return problem.total_loss(o, chunk)
+
+    pull = vjp(grad(loss), out)[1]
+
+    def times(t: Tensor) -> Tensor:
+        product: Tensor = pull(t)[0]
+        return product
+
+    return times
+
+
+def _factor(problem: Problem, out: Tensor, target: Any, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """√|σ| q and sign σ of the eigenvectors of H_n: all of them (C, C), or those that uniform noise (k,) picks."""
+
+    def loss(o: Tensor) -> Tensor:
+        return problem.loss_fn(o.unsqueeze(0), single(target))
+
+    pull = vjp(grad(loss), out)[1]
+    units = torch.eye(out.numel(), dtype=out.dtype, device=out.device)
+    H = working(vmap(lambda e: pull(e.view_as(out))[0].flatten())(units))
+    sigma, Q = torch.linalg.eigh((H + H.mT) / 2)
+    if noise is None:
+        return (Q * sigma.abs().sqrt()).mT, sigma.sign()
+    steps = sigma.abs().cumsum(0)
+    # The last step must not be passed, whatever the rounding.
+    picked = (steps[:-1] <= noise.to(steps).unsqueeze(1) * steps[-1]).sum(1)
+    return steps[-1].sqrt() * Q.mT[picked], sigma.sign()[picked]
