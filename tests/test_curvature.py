@@ -79,7 +79,7 @@ def assert_block_mean_of(found, M, tolerance=TOLERANCE):
 
 @pytest.fixture
 def problem():
-    torch.manual_seed(2)  # no unit is dead
+    torch.manual_seed(1)  # no unit is dead
     model = small_net()
     return model, *data(seed=1, n=7, size=4, classes=5)
 

@@ -38,6 +38,8 @@ def test_preparations(digits):
     torch.testing.assert_close(centred.test - centred.test[0], digits.test - digits.test[0])
     with pytest.raises(ValueError, match=r"must be one of raw, normalised, centred. Got 'whitened'"):
         data.load("digits", "whitened")
+    with pytest.raises(ValueError, match=r"must be one of digits, mnist, cifar10. Got 'imagenet'"):
+        data.load("imagenet")
 
 
 def write_mnist(folder, **changed):

@@ -6,6 +6,7 @@ import gzip
 import os
 import struct
 import tarfile
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DATASETS = ("digits", "mnist", "cifar10")
 PREPARATIONS = ("raw", "normalised", "centred")
 
 # What the authors of the paper subtract and divide by, per channel.
@@ -40,7 +40,10 @@ def load(dataset: str, inputs: str = "normalised", data_dir: Path | None = None)
     - "normalised": then one mean and deviation per channel, as the paper's authors did;
     - "centred": then the mean image of the training set subtracted, so that every single pixel has mean 0.
     """
-    raw = {"digits": _digits, "mnist": _mnist, "cifar10": _cifar10}[dataset](data_dir)
+    readers: dict[str, Callable[[Path | None], Images]] = {"digits": _digits, "mnist": _mnist, "cifar10": _cifar10}
+    if dataset not in readers:
+        raise ValueError(f"dataset must be one of {', '.join(readers)}. Got {dataset!r} instead.")
+    raw = readers[dataset](data_dir)
     train, test = raw.train.float() / 255, raw.test.float() / 255
     if inputs == "normalised":
         mean, deviation = (torch.tensor(values).view(1, -1, 1, 1) for values in NORMALISATION[dataset])
