@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from blockmean import BlockMean, Partition
-from environment import environment, use_threads
+from blockmean.lab.environment import environment, use_threads
 from timing import interleaved, keep_memory, peak_bytes, ratios, run_alone, summary
 
 RESULTS = Path(__file__).parent / "results" / "algebra.json"

@@ -18,9 +18,9 @@ from typing import Any
 
 from rich.progress import Progress
 
+from blockmean.lab.environment import environment
 from blockmean.lab.records import run_all
 from blockmean.lab.train import Spec
-from environment import environment
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 TUNING_SEEDS = (100,)
@@ -83,8 +83,6 @@ def compare(
             "tuning": {f"{rate:g}": loss if loss < float("inf") else None for rate, loss in tried[arm].items()},
             "train_loss": [run["train_loss"] for run in runs],
             "test_error": [run["test_error"] for run in runs],
-            "step_ms": [1000 * run["step_seconds"] / len(run["losses"]) for run in runs],
-            "iteration_ms": [1000 * run["seconds"] / len(run["losses"]) for run in runs],
         }
     for arm, other in baseline.items():
         results[arm]["difference"] = paired(results[arm]["train_loss"], results[other]["train_loss"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from blockmean import AdaGradBMA, AdaGradFull
-from environment import environment
+from blockmean.lab.environment import environment
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -1,5 +1,7 @@
 """AdaGradBMA and AdaGradFull against dense d×d twins, and what is promised of each variant."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -189,23 +191,53 @@ def test_paper_variant_depends_on_the_scale_of_the_loss():
     assert np.abs(scaled_run("paper", 1.0) - scaled_run("paper", 1000.0)).max() > 1e-3
 
 
+def probed(model, optimizer):
+    """The matrix that gradients are multiplied with: one copied step per unit vector, too small to be remembered."""
+    size, columns = 1e-9, []
+    for k in range(sum(p.numel() for p in model.parameters())):
+        net, copied = copy.deepcopy((model, optimizer))
+        before = flat(net.parameters())
+        for param in net.parameters():
+            param.grad = torch.zeros_like(param)
+        place = k
+        for param in net.parameters():
+            if 0 <= place < param.numel():
+                param.grad.view(-1)[place] = size
+            place -= param.numel()
+        copied.step()
+        columns.append((before - flat(net.parameters())) / (size * copied.param_groups[0]["lr"]))
+    return np.stack(columns, 1)
+
+
+@pytest.mark.parametrize("floor", [None, 0.3])
 @pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize("variant", ["consistent", "weighted"])
-def test_preconditioner_is_symmetric_positive_definite(variant, coupling):
-    """One step from a copied state, probed with every unit vector, gives the matrix the optimizer applies."""
+def test_preconditioner_is_symmetric_positive_definite_and_bounded(variant, coupling, floor):
     torch.manual_seed(0)
     model = small_net()
     optimizer = AdaGradBMA(
-        model.named_parameters(), lr=0.05, variant=variant, partition="unit", coupling=coupling, refresh_every=10**6
+        model.named_parameters(),
+        lr=1.0,
+        lr_decay=1e9,  # only the statistics are of interest
+        eps=1e-4,  # so that no entry has an inverse too large to be probed
+        variant=variant,
+        partition="unit",
+        coupling=coupling,
+        eigenvalue_floor=floor,
     )
-    dense = dense_twin(model, variant, "unit", coupling, lr=0.05)
     inputs, targets = data(9, 16, 4, 5)
     for _ in range(5):
-        dense.step(gradient(model, inputs, targets))
+        gradient(model, inputs, targets)
         optimizer.step()
-    P = dense.preconditioner
-    np.testing.assert_allclose(P, P.T, atol=1e-12 * np.abs(P).max())
-    assert np.linalg.eigvalsh((P + P.T) / 2).min() > 0
+    optimizer.param_groups[0]["lr_decay"] = 0.0
+    P = probed(model, optimizer)
+    tolerance = 1e-6 * np.abs(P).max()  # 1e-9 times the gradients of a step, and their squares, are rounded away
+    np.testing.assert_allclose(P, P.T, rtol=0, atol=tolerance)
+    z = np.sqrt(flat([optimizer.state[p]["sum"] for p in model.parameters()]) + 1e-4)
+    values = np.linalg.eigvalsh(np.sqrt(z)[:, None] * ((P + P.T) / 2) * np.sqrt(z))  # of F^-½
+    largest = max(float(statistics.eigenvalues[-1]) for statistics in optimizer.block_statistics())
+    assert values.min() > min(1.0, largest**-0.5) - 1e-5 > 0
+    assert values.max() < max(1.0, (FLOORS[variant] if floor is None else floor) ** -0.5) + 1e-5
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -31,6 +31,7 @@ ALLOWED = {
     "plot": {*ALGEBRA, "curvature", "statistics", "optim"},
     "lab": {"lab"},  # and the public names, see below
     "cli": {"lab"},
+    "__main__": {"cli"},
 }
 PUBLIC_MODULES = {"curvature", "optim", "plot"}
 LAZY = {"matplotlib", "numpy", "pooch", "rich", "scipy", "typer"}

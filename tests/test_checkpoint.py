@@ -348,3 +348,15 @@ def test_a_coupling_changed_by_hand_needs_fresh_statistics():
         del optimizer.state[param]["U"]
     train(model, optimizer, range(2, 4))
     assert optimizer.state[model.conv.weight]["U"].shape == (2,)
+
+
+def test_a_checkpoint_of_another_class_is_refused_before_anything_changes():
+    param = torch.zeros(4, 3, requires_grad=True)
+    adagrad = AdaGradBMA([param], variant="weighted", partition="unit", coupling="none", eigenvalue_floor=1.0)
+    param.grad = torch.ones(4, 3)
+    adagrad.step()
+    adam = AdamBMA([param])
+    with pytest.raises(ValueError, match=r"not one of AdamBMA: the state of parameter 0 lacks exp_avg, exp_avg_sq"):
+        adam.load_state_dict(adagrad.state_dict())
+    assert not adam.state
+    adam.step()

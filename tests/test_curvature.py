@@ -259,6 +259,74 @@ def test_batch_normalisation_that_is_evaluated():
         assert_block_mean_of(function(model, F.cross_entropy, (x, y)), dense(name, model, F.cross_entropy, x, y) / 6)
 
 
+class Attention(nn.Module):
+    """A transformer on token numbers, with a label at every position."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(3, 4), nn.Linear(4, 3)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True)
+
+    def forward(self, tokens):
+        return self.out(self.layer(self.embed(tokens))).mT
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.memory, self.out = kind(2, 3, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.out(self.memory(x)[0][:, -1])
+
+
+ARCHITECTURES = {
+    "attention": lambda: (Attention(), torch.randint(3, (3, 2)), torch.randint(3, (3, 2))),
+    "attention, evaluated": lambda: (Attention().eval(), torch.randint(3, (3, 2)), torch.randint(3, (3, 2))),
+    "LSTM": lambda: (Recurrent(nn.LSTM), torch.randn(3, 2, 2).double(), torch.randint(3, (3,))),
+    "GRU": lambda: (Recurrent(nn.GRU), torch.randn(3, 2, 2).double(), torch.randint(3, (3,))),
+    "norms": lambda: (
+        nn.Sequential(
+            nn.Conv2d(1, 2, 2), nn.GroupNorm(1, 2), nn.GELU(), nn.InstanceNorm2d(2), nn.Flatten(), nn.Linear(8, 3)
+        ),
+        torch.randn(3, 1, 3, 3).double(),
+        torch.randint(3, (3,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", EXACT)
+def test_architectures(name, architecture):
+    torch.manual_seed(0)
+    model, x, y = ARCHITECTURES[architecture]()
+    model = model.double()
+    # λ of a hundred entries, each with a Hessian-vector product, would take long.
+    function = partial(hessian, num_probes=1) if name == "hessian" else EXACT[name]
+    fast = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.is_available()
+    found = function(model, F.cross_entropy, (x, y), norm_probes=1)
+    assert fast == (torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.is_available())
+    # Plain kernels for the dense twin too: the fast ones have no second derivative.
+    plain = torch.backends.mkldnn.flags(enabled=False, deterministic=None, allow_tf32=None)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), plain:
+        M = dense(name, model, F.cross_entropy, x, y) / 3
+    exact = ~found.report.estimated
+    lam, B = reference.proposition_1(M, reference.blocks_of(found.partition.labels.tolist()))
+    A = reference.canonical(lam, B, reference.blocks_of(found.partition.labels.tolist()))
+    reference.assert_close(found.A, A, TOLERANCE)
+    reference.assert_close(found.lam[exact], lam[exact.numpy()], TOLERANCE)
+
+
+def test_half_precision_parameters_give_a_float32_matrix():
+    model = nn.Linear(4, 3).bfloat16()
+    x, y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.arange(6) % 3
+    for name, function in EXACT.items():
+        found = function(model, F.cross_entropy, (x, y), "unit")
+        exact = function(copy.deepcopy(model).double(), F.cross_entropy, (x.double(), y), "unit")
+        assert found.dtype == torch.float32, name
+        reference.assert_close(found.A.double(), exact.A, 0.05)  # bfloat16 has 8 bits
+
+
 # ---------------------------------------------------------------- an independent library
 
 

@@ -82,7 +82,7 @@ PARTITIONS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
     "modules without names": (
         lambda: Partition.of([WEIGHT], by="module"),
         ValueError,
-        ("by='module'", "needs names", "named_parameters()"),
+        ("by module", "needs names", "named_parameters()"),
     ),
     "labels of a callable that do not fit": (
         lambda: Partition.of({"w": WEIGHT}, by=lambda name, tensor: torch.arange(2)),

@@ -146,3 +146,21 @@ def test_diagnosis_is_refused_where_the_diagonal_says_nothing(make):
     _, optimizer = trained(make)
     with pytest.raises(ValueError, match="does not measure the diagonal"):
         diagnose(optimizer)
+
+
+def test_statistics_are_there_after_the_correction_was_switched_off():
+    _, optimizer = trained(lambda p: AdamBMA(p, coupling="all"))
+    before = optimizer.block_statistics()[0].A
+    optimizer.param_groups[0]["correction"] = False
+    assert torch.equal(optimizer.block_statistics()[0].A, before)
+
+
+def test_diagnosis_keeps_parameters_of_different_groups_apart():
+    a, b = (torch.zeros(4, 3, requires_grad=True) for _ in range(2))
+    optimizer = AdamBMA([{"params": [a]}, {"params": [b]}])
+    for param in (a, b):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert list(diagnose(optimizer).by_parameter) == ["group 0: param0", "group 1: param0"]
+    with pytest.raises(TypeError, match=r"'optimizer' parameter of diagnose must be AdamBMA or AdaGradBMA. Got 'SGD'"):
+        diagnose(torch.optim.SGD([a], lr=0.1))

@@ -125,7 +125,7 @@ def test_models_have_the_parameters_they_are_said_to_have(model, shape, count):
 
 
 def without_times(record):
-    return {key: value for key, value in record.items() if "seconds" not in key}
+    return {key: value for key, value in record.items() if "seconds" not in key and key != "environment"}
 
 
 def test_equal_specs_give_equal_runs_and_other_optimizers_start_alike():
@@ -165,3 +165,18 @@ def test_records_are_made_once_and_corrupt_ones_again(tmp_path, capsys):
     assert "belongs to another run" in capsys.readouterr().err
     list(records.run_all([SPEC], tmp_path))
     assert records.read(tmp_path, SPEC)["spec"] == asdict(SPEC)
+
+
+def test_specs_that_cannot_run_say_why():
+    with pytest.raises(ValueError, match=r"A batch of 5000 cannot be drawn from 4000 images"):
+        run(replace(SPEC, batch=5000))
+    with pytest.raises(ValueError, match=r"model must be one of small, .* Got 'huge'"):
+        run(replace(SPEC, model="huge"))
+    with pytest.raises(ValueError, match=r"optimizer must be one of Adagrad, .* Got 'Lion'"):
+        run(replace(SPEC, optimizer="Lion"))
+
+
+def test_records_say_where_and_with_which_code_they_were_made():
+    record = run(SPEC)
+    assert record["environment"]["threads"] == 1
+    assert record["environment"]["torch"] == torch.__version__

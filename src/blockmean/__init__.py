@@ -4,12 +4,13 @@
     matrix.py      BlockMean: Λ̄ + B̄, its inverse, roots and every other function at the cost of L×L matrices
     optim/         AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA: drop-in for torch.optim, one per file
                    diagnose: will the correction matter here?
+    curvature/     Fisher, Gauss-Newton and Hessian matrices of a model on data, as BlockMean, never d×d
     plot.py        pictures of matrices and their blocks (needs the `lab` extra)
 
 After Lu, Harandi, Hartley and Pascanu, "Block Mean Approximation for Efficient Second Order Optimization".
 """
 
-from blockmean import plot
+from blockmean import curvature, plot
 from blockmean.matrix import BlockMean
 from blockmean.optim import AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA, diagnose
 from blockmean.partition import Partition
@@ -22,6 +23,7 @@ __all__ = [
     "NaturalGradientBMA",
     "Partition",
     "__version__",
+    "curvature",
     "diagnose",
     "plot",
 ]

@@ -63,7 +63,7 @@ def cut_tensor(name: str, position: int, tensor: Tensor, by: By) -> Cut:
         by = answer
     require(by in BY, "by", "Partition.of", f"a callable or one of {', '.join(map(repr, BY))}", by)
     if by == "module" and not name:
-        raise ValueError("Partition.of(by='module') needs names. Pass model.named_parameters() or the model itself.")
+        raise ValueError("Cutting parameters by module needs names. Pass model.named_parameters() or the model itself.")
     group = {"module": module_of(name), "all": "all"}.get(str(by))
     if by == "element":
         grid = shape

@@ -33,7 +33,7 @@ def blockmean(version: Annotated[bool, typer.Option("--version", help="Show the 
 @app.command()
 def reproduce(
     parts: Annotated[list[str] | None, typer.Argument(help="Which parts of the paper; all of them by default.")] = None,
-    out: Annotated[Path, typer.Option(help="The folder for pictures.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="The folder for pictures.", file_okay=False)] = Path("out"),
     list_parts: Annotated[bool, typer.Option("--list", help="List the parts and stop.")] = False,
 ) -> None:
     """Check the claims of the paper and draw its figures. Exit code 1 if a claim does not hold."""

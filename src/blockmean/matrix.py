@@ -66,6 +66,7 @@ class BlockMean(Coordinates):
                 [2., 5., 2.],
                 [1., 1., 5.]])
         """
+        _require_partition(partition, "BlockMean.fit")
         d = partition.num_entries
         M = floating(M, "M", "BlockMean.fit")
         require(M.ndim >= 2 and M.shape[-1] == M.shape[-2], "M", "BlockMean.fit", "square", f"shape {tuple(M.shape)}")
@@ -90,6 +91,7 @@ class BlockMean(Coordinates):
         λ_i is the variance inside block i, summed over rows, and computed as such: it keeps its digits where the
         difference of two nearly equal sums would lose them.
         """
+        _require_partition(partition, "BlockMean.from_rows")
         G = floating(G, "G", "BlockMean.from_rows")
         require(G.ndim >= 2, "G", "BlockMean.from_rows", "of shape (..., rows, entries)", tuple(G.shape))
         require_last(G, partition.num_entries, "G", "BlockMean.from_rows", "entry")
@@ -365,3 +367,7 @@ class BlockMean(Coordinates):
         self._refuse_inner(what, ~inner.isfinite(), "makes f not finite")
         A = symmetric_function(symmetrised(self._canonical()), lambda x: f(x).to(x.dtype), w, Q)
         return self._from_A(self.partition, inner, A, self.dtype)
+
+
+def _require_partition(partition: object, owner: str) -> None:
+    require(isinstance(partition, Partition), "partition", owner, "a Partition", partition, TypeError)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockmean._checks import require
-from blockmean.curvature._problem import Problem
+from blockmean.curvature._problem import Problem, require_count
 from blockmean.matrix import BlockMean
 
 
@@ -18,7 +17,7 @@ class Products:
     """Z: random signs (p, d), and Y = Z M as it is summed over the data. Memory 2 p d."""
 
     def __init__(self, problem: Problem, count: int) -> None:
-        require(count >= 0, "norm_probes", problem.owner, "at least 0", count)
+        require_count(count, 0, "norm_probes", problem.owner)
         self.Z = problem.signs(count, problem.partition.num_entries).to(problem.device, problem.dtype)
         self._Y = torch.zeros_like(self.Z)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, nullcontext
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp
+from torch.func import functional_call, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from blockmean._checks import require
@@ -28,6 +29,7 @@ Params = Collection[str] | Callable[[str, Tensor], bool]
 Tensors = dict[str, Tensor]
 
 ROW_BYTES = 2**26  # what the rows of one pass may take by default; the rest of a pass is a small multiple of it
+LARGEST_CHECK = 16  # samples that tell whether the loss is what it is said to be
 LARGEST_PASS = 256  # samples; more make no pass faster and every activation larger
 
 
@@ -64,7 +66,8 @@ class Problem:
         require(isinstance(model, nn.Module), "model", owner, "a torch.nn.Module", model, TypeError)
         require(callable(loss_fn), "loss_fn", owner, "callable", loss_fn, TypeError)
         require(reduction in ("mean", "sum"), "reduction", owner, "'mean' or 'sum'", reduction)
-        require(chunk_size is None or chunk_size >= 1, "chunk_size", owner, "at least 1, or None", chunk_size)
+        if chunk_size is not None:
+            require_count(chunk_size, 1, "chunk_size", owner)
         self.owner, self.model, self.loss_fn, self.reduction = owner, model, loss_fn, reduction
         self.params = _chosen(owner, model, params)
         self.partition = _partition_of(owner, self.params, partition)
@@ -82,6 +85,8 @@ class Problem:
         fit = ROW_BYTES // (self.partition.num_entries * self.dtype.itemsize)
         self.rows_per_pass = chunk_size or max(1, min(LARGEST_PASS, fit))
         self.samples_per_pass = chunk_size or LARGEST_PASS
+        # torch.vmap fails in nn.LSTM and nn.GRU, which write into unbatched tensors.
+        self._vectorised = not any(isinstance(module, nn.RNNBase) for module in model.modules())
         self.samples = 0  # N, as far as the data has been walked
         self.generator = generator or torch.Generator().manual_seed(0)
         self._may_be_random = generator is not None
@@ -117,8 +122,8 @@ class Problem:
         return f"M = 1/N Σ_n {term}, N = {self.samples:,}" if self.reduction == "mean" else f"M = Σ_n {term}"
 
     def flat(self, tensors: Tensors, batch_dims: int = 0) -> Tensor:
-        """Parameter-shaped tensors laid end to end: (..., d)."""
-        return torch.cat([t.flatten(batch_dims) for t in tensors.values()], -1)
+        """Parameter-shaped tensors laid end to end: (..., d), in float32 at least."""
+        return torch.cat([t.flatten(batch_dims) for t in tensors.values()], -1).to(self.dtype)
 
     def unflat(self, x: Tensor) -> Tensors:
         """A vector (d,) cut into parameter-shaped tensors."""
@@ -143,6 +148,7 @@ class Problem:
             made[names[i]] = flat.view_as(like)
         return made
 
+    @cached_property
     def entries(self) -> list[Tensor]:
         """The entries of each block."""
         order = self.partition.labels.argsort(stable=True)
@@ -150,23 +156,44 @@ class Problem:
 
     def indicators(self) -> Iterator[Tensors]:
         """The columns of R: 1/√s_i on block i."""
-        for entries in self.entries():
+        for entries in self.entries:
             yield self.tangent(entries, torch.full((len(entries),), len(entries) ** -0.5, dtype=torch.float64))
 
     # ---------------------------------------------------------------- walking the data
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Leave the global random numbers as they were, and build no graph around what is done inside."""
+        """Leave the global random numbers as they were, and build no graph around what is done inside.
+
+        Attention and recurrent layers have fast kernels that can be differentiated once at most, and not forwards.
+        """
         _load_forward_mode()
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.no_grad():
-            yield
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with (
+                torch.random.fork_rng(devices),
+                torch.no_grad(),
+                sdpa_kernel(SDPBackend.MATH),
+                nullcontext() if self._vectorised else torch.backends.mkldnn.flags(False, None, None),
+            ):
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+    def each(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Apply a function to every element of dim 0 at once; one after the other for recurrent layers."""
+        if self._vectorised:
+            return vmap(function, randomness="different")(*args)
+        count = len(tree_leaves(args)[0])
+        found = [function(*tree_map(lambda x, i=i: x[i], args)) for i in range(count)]
+        return tree_map(lambda *parts: torch.stack(parts), *found)
 
     def chunks(self, data: Data, size: int) -> Iterator[Chunk]:
         """The data, at most `size` samples at a time, checked and counted."""
         for batch in self._batches(data):
-            self._check(batch.part(0, max(2, size)))
+            self._check(batch.part(0, min(max(2, size), LARGEST_CHECK)))
             for chunk in batch.split(size):
                 self.samples = chunk.start + chunk.size
                 self._seed = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
@@ -264,8 +291,8 @@ class Problem:
     def _refuse_contradiction(self, whole: float, first: tuple[float, int], second: tuple[float, int]) -> None:
         (a, n), (b, m) = first, second
         promised = {"mean": (n * a + m * b) / (n + m), "sum": a + b}
-        # Rounding of a float32 mean over a batch stays far below this, a wrong reduction far above.
-        tolerance = 1e-8 if self.dtype == torch.float64 else 1e-4
+        # Rounding of a mean over a batch stays far below this, a wrong reduction far above.
+        tolerance = {8: 1e-8, 4: 1e-4}.get(min(p.dtype.itemsize for p in self.params.values()), 3e-2)
         holds = {r: abs(whole - value) <= tolerance * (abs(a) + abs(b)) for r, value in promised.items()}
         if holds[self.reduction]:
             return
@@ -284,6 +311,12 @@ class Problem:
     def _random_state(self) -> Tensor:
         state = torch.get_rng_state()
         return torch.cat([state, torch.cuda.get_rng_state(self.device)]) if self.device.type == "cuda" else state
+
+
+def require_count(value: int, least: int, name: str, owner: str) -> None:
+    """Raise unless the value is a whole number and large enough."""
+    require(isinstance(value, int), name, owner, "a whole number", value, TypeError)
+    require(value >= least, name, owner, f"at least {least}", value)
 
 
 def single(sample: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import vjp
 
 from blockmean._coordinates import working
 from blockmean.curvature._problem import Chunk, Problem, Tensors, single
@@ -42,13 +42,14 @@ class RowSums:
         self.lam += weight * inside.sum(0)
         return inside
 
-    def add_draws(self, rows: Tensor, signs: Tensor) -> None:
+    def add_draws(self, rows: Tensor, signs: Tensor) -> Tensor:
         """Add the mean over k of rows (n, k, d) whose k draws per sample are independent, and note their spread."""
         n, k, _ = rows.shape
         inside = self.add(rows.flatten(0, 1), signs.flatten(), 1 / k).view(n, k, -1)
         spread = inside - inside.mean(1, keepdim=True) if k > 1 else inside
         self._squares += spread.square().sum((0, 1)) / (k * max(k - 1, 1))
         self._single_draws += n if k == 1 else 0
+        return inside
 
     def error(self) -> Tensor:
         """The standard error of λ after `add_draws`, (L,).
@@ -70,10 +71,11 @@ def pull_back(
     factor: Factor,
     count: int,
     noise: Tensor | None,
-    add: Callable[[Tensor, Tensor], Any],
+    add: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """Call `add(rows, signs)` with the rows J_nᵀ v_k (n, k, d) of the samples of a chunk, J_n the Jacobian of outputs.
 
+    It returns the variances inside blocks, which are not finite where any entry of a row is not.
     `count` is how many rows a sample has. They are made at most `problem.rows_per_pass` at a time; draws of one sample,
     those with noise (n, count, ...), stay together.
     """
@@ -92,10 +94,10 @@ def pull_back(
                 out, pull = found
                 V, signs = factor(out, target, own)
                 V, signs = V[first : first + step], signs[first : first + step]
-                return vmap(lambda v: pull(v.to(out).view_as(out))[0])(V), signs
+                return problem.each(lambda v: pull(v.to(out).view_as(out))[0], V), signs
 
             problem.reseed()
-            pulled, signs = vmap(of_sample, randomness="different")(part.inputs, part.targets, own)
-            rows = problem.flat(pulled, batch_dims=2)
-            problem.refuse_nonfinite(rows, "a derivative of the outputs", part)
-            add(rows, working(signs))
+            pulled, signs = problem.each(of_sample, part.inputs, part.targets, own)
+            inside = add(problem.flat(pulled, batch_dims=2), working(signs))
+            problem.refuse_nonfinite(inside, "a derivative of the outputs", part)
+            del pulled  # or they would still be there while the next ones are made

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad_and_value, vmap
+from torch.func import grad_and_value
 
 from blockmean._checks import require
 from blockmean._cut import By
 from blockmean.curvature._norm import Products
-from blockmean.curvature._problem import Data, LossFn, Params, Problem
+from blockmean.curvature._problem import Data, LossFn, Params, Problem, require_count
 from blockmean.curvature._rows import RowSums, pull_back
 from blockmean.curvature.report import Curvature, finish
 from blockmean.partition import Partition
@@ -55,16 +55,17 @@ def empirical_fisher(
     (tensor([2.]), tensor([[1.5000]]))
     """
     problem = Problem("empirical_fisher", model, loss_fn, partition, params, reduction, chunk_size, generator)
-    gradients = vmap(grad_and_value(problem.sample_loss), in_dims=(None, 0, 0), randomness="different")
+    gradients = partial(grad_and_value(problem.sample_loss), problem.params)
     sums, products = RowSums(problem), Products(problem, norm_probes)
     with problem.evaluation():
         for chunk in problem.chunks(data, problem.rows_per_pass):
-            gradient, losses = gradients(problem.params, chunk.inputs, chunk.targets)
+            gradient, losses = problem.each(gradients, chunk.inputs, chunk.targets)
             problem.refuse_nonfinite(losses, "the loss", chunk)
             rows = problem.flat(gradient, batch_dims=1)
             problem.refuse_nonfinite(sums.add(rows), "the gradient", chunk)
             if products:
                 products.add_rows(rows)
+            del gradient, rows  # or they would still be there while the next ones are made
     return finish(problem, products, "empirical Fisher", "g_n g_nᵀ, g_n = ∇ℓ_n", sums.A, sums.lam)
 
 
@@ -109,21 +110,18 @@ def fisher(
       share of ‖M‖²_F in the block mean: not measured (norm_probes=0)
     """
     require(labels in ("exact", "sampled"), "labels", "fisher", "'exact' or 'sampled'", labels)
-    require(num_probes >= 1, "num_probes", "fisher", "at least 1", num_probes)
+    require_count(num_probes, 1, "num_probes", "fisher")
     likelihood = _likelihood(loss_fn)
     problem = Problem("fisher", model, loss_fn, partition, params, reduction, chunk_size, generator)
     sums, products = RowSums(problem), Products(problem, norm_probes)
     exact = labels == "exact"
     kappa = 1.0
 
-    def add(rows: Tensor, signs: Tensor) -> None:
+    def add(rows: Tensor, signs: Tensor) -> Tensor:
         n, k, _ = rows.shape
-        if exact:
-            sums.add(rows.flatten(0, 1))
-        else:
-            sums.add_draws(rows, signs)
         if products:
             products.add_rows(rows.flatten(0, 1), None if exact else torch.full((n * k,), 1 / k))
+        return sums.add(rows.flatten(0, 1)) if exact else sums.add_draws(rows, signs)
 
     with problem.evaluation():
         for chunk in problem.chunks(data, problem.rows_per_pass):

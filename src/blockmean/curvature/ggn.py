@@ -14,7 +14,7 @@ from blockmean._checks import require
 from blockmean._coordinates import working
 from blockmean._cut import By
 from blockmean.curvature._norm import Products
-from blockmean.curvature._problem import Chunk, Data, LossFn, Params, Problem, Tensors, single
+from blockmean.curvature._problem import Chunk, Data, LossFn, Params, Problem, Tensors, require_count, single
 from blockmean.curvature._rows import RowSums, pull_back
 from blockmean.curvature.report import Curvature, finish
 from blockmean.partition import Partition
@@ -60,7 +60,8 @@ def ggn(
     >>> torch.allclose(G.to_dense(), torch.tensor([[7.0, 3.0], [3.0, 7.0]]))  # of 2 E[x xᵀ] = [[5, 3], [3, 9]]
     True
     """
-    require(num_probes is None or num_probes >= 1, "num_probes", "ggn", "at least 1, or None", num_probes)
+    if num_probes is not None:
+        require_count(num_probes, 1, "num_probes", "ggn")
     problem = Problem("ggn", model, loss_fn, partition, params, reduction, chunk_size, generator)
     rows, products = RowSums(problem), Products(problem, norm_probes)
     A = torch.zeros_like(rows.A)
@@ -69,11 +70,8 @@ def ggn(
     def factor(out: Tensor, target: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
         return _factor(problem, out, target, noise if draws else None)
 
-    def add(found: Tensor, signs: Tensor) -> None:
-        if draws:
-            rows.add_draws(found, signs)
-        else:
-            rows.add(found.flatten(0, 1), signs.flatten())
+    def add(found: Tensor, signs: Tensor) -> Tensor:
+        return rows.add_draws(found, signs) if draws else rows.add(found.flatten(0, 1), signs.flatten())
 
     with problem.evaluation():
         for chunk in problem.chunks(data, problem.samples_per_pass):

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vjp
 
-from blockmean._checks import require
 from blockmean._coordinates import working
 from blockmean._cut import By
 from blockmean.curvature._norm import Products
-from blockmean.curvature._problem import Chunk, Data, LossFn, Params, Problem, Tensors
+from blockmean.curvature._problem import Chunk, Data, LossFn, Params, Problem, Tensors, require_count
 from blockmean.curvature.report import Curvature, finish
 from blockmean.partition import Partition
 
@@ -40,9 +39,9 @@ def hessian(
 
     All blocks could share the products of one probe. That stays unbiased, because signs in different blocks are
     independent, but every zᵢᵀ H_ij z_j then is noise in λ_i: a block of small curvature drowns in that of its large
-    neighbours. With probes of its own and H_ii positive semi-definite, the relative error of the sum of its eigenvalues
-    is at most √(2/num_probes), whatever the other blocks are. So they are not shared by default; `share_probes=True`
-    costs num_probes products in all instead of num_probes per block, for many blocks of like curvature.
+    neighbours. With probes of its own, the relative standard error of λ_i is at most √(2/num_probes) where H_ii is
+    positive semi-definite, whatever the other blocks are. So they are not shared by default; `share_probes=True` costs
+    num_probes products in all instead of num_probes per block, for many blocks of like curvature.
 
     Args:
         num_probes: probes per block for λ; None makes every λ exact, at d − L products.
@@ -58,13 +57,14 @@ def hessian(
     >>> torch.allclose(H.to_dense(), torch.tensor([[7.0, 3.0], [3.0, 7.0]]))  # of 2 E[x xᵀ] = [[5, 3], [3, 9]]
     True
     """
-    require(num_probes is None or num_probes >= 1, "num_probes", "hessian", "at least 1, or None", num_probes)
+    if num_probes is not None:
+        require_count(num_probes, 1, "num_probes", "hessian")
     problem = Problem("hessian", model, loss_fn, partition, params, reduction, chunk_size, generator)
     partition, products = problem.partition, Products(problem, norm_probes)
     sizes = working(partition.sizes.to(problem.device))
     estimated = partition.sizes - 1 > num_probes if num_probes is not None else partition.sizes < 0
     draws = num_probes if num_probes is not None and bool(estimated.any()) else 0
-    entries = problem.entries()
+    entries = problem.entries
     A, lam = torch.diag_embed(0 * sizes), 0 * sizes
     drawn = sizes.new_zeros(draws, partition.num_blocks)  # estimates of λ summed over the data, one row per probe
     with problem.evaluation():

@@ -52,9 +52,12 @@ def run_all(specs: Sequence[Spec], folder: Path, data_dir: Path | None = None, j
         else:
             yield record
     # Processes are started anew, not forked: torch's threads do not survive a fork.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    try:
         futures = {pool.submit(run, spec, data_dir): spec for spec in missing}
         for future in as_completed(futures):
             record = future.result()
             write(folder, futures[future], record)
             yield record
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error or an interruption only runs in progress are lost

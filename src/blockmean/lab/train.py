@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import blockmean
 from blockmean.lab.data import Images, load
+from blockmean.lab.environment import environment
 from blockmean.lab.models import MODELS
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -62,6 +63,9 @@ def run(
 
     Equal seeds mean equal initial weights and equal batches, whatever the optimizer: runs can be compared in pairs.
     """
+    for name, known in (("model", MODELS), ("optimizer", OPTIMIZERS)):
+        if getattr(spec, name) not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}. Got {getattr(spec, name)!r} instead.")
     torch.set_num_threads(1)
     images = _images(spec.dataset, spec.inputs, data_dir)
     torch.manual_seed(spec.seed)
@@ -88,10 +92,12 @@ def run(
             break
         if on_step is not None:
             on_step(i, loss.item())
+    diverged = losses[-1] is None
     return {
         "spec": asdict(spec),
+        "environment": environment(),
         "losses": losses,
-        "train_loss": _loss(model, images.train[:10_000], images.train_labels[:10_000]),
+        "train_loss": None if diverged else _loss(model, images.train[:10_000], images.train_labels[:10_000]),
         "test_loss": _loss(model, images.test, images.test_labels),
         "test_error": _error(model, images.test, images.test_labels),
         "seconds": round(seconds, 3),  # of this process, data and evaluation left out
@@ -106,6 +112,8 @@ def _images(dataset: str, inputs: str, data_dir: Path | None) -> Images:
 
 def _batches(count: int, spec: Spec) -> Iterable[Tensor]:
     """`steps` batches, epoch after epoch in a fresh order; the rest of an epoch that fills no batch is left out."""
+    if spec.batch > count:
+        raise ValueError(f"A batch of {spec.batch} cannot be drawn from {count} images.")
     generator = torch.Generator().manual_seed(spec.seed + 1_000_003)
     made = 0
     while made < spec.steps:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, overload
 
 import torch
@@ -53,6 +54,7 @@ class Work:
     members: list[Member]
     sums: Tensor
 
+    @cached_property
     def present(self) -> Tensor:
         """Which blocks take part, (L,)."""
         mask = torch.zeros(self.layout.num_blocks, dtype=torch.bool, device=self.sums.device)
@@ -87,6 +89,7 @@ class BlockMeanOptimizer(GroupedOptimizer):
         """n, what blocks are measured by in A = U/(n nᵀ), from the sums of pass 1, (L,)."""
         raise NotImplementedError
 
+    _weighs_blocks = False  # averages are divided by how much weight each block has gathered
     _is_normalised = True  # A is measured in units of the gradient's own size, entry by entry
 
     def _keeps_diagonal(self, group: dict[str, Any]) -> bool:
@@ -188,25 +191,27 @@ class BlockMeanOptimizer(GroupedOptimizer):
 
     def _correction(self, work: Work, b: Tensor, scale: Tensor, floor: float) -> Tensor:
         """Update U with the block sums of the gradient and return c, one number per block (see `statistics`)."""
-        present = work.present()
-        A = self._matrices(work, *self._gather(work))
-        root = self._bind(work, "root", lambda *_: torch.nan) if work.group.get("refresh_every", 1) > 1 else None
+        U, weight = self._gather(work)
+        n = self._measure(work)
+        amortised = work.group.get("refresh_every", 1) > 1
+        roots = self._bind(work, "root", lambda *_: torch.nan) if amortised else [None] * len(U)
         common = scale * b
         change = torch.zeros_like(common)
-        for i, blocks in enumerate(work.layout.components):
-            if present[blocks].any():
-                current = self._root(work, i, A[i], floor, present[blocks], None if root is None else root[i])
-                change[blocks] = times(current, common[blocks])
+        for i, (blocks, stored) in enumerate(zip(work.layout.components, roots, strict=True)):
+            present = work.present[blocks]
+            if not present.any():
+                continue
+            root = None if stored is None else self._current_root(work, i, stored, present)
+            if root is None:
+                root = self._fresh_root(self._matrix(work, n, U, weight, i), floor, present, stored)
+            change[blocks] = times(root, common[blocks])
         self._remember(work, common, change)
         return scale * change
 
-    def _matrices(self, work: Work, U: list[Tensor], weight: list[Tensor] | None) -> list[Tensor]:
-        """A of every component."""
-        n, keep = self._measure(work), self._keeps_diagonal(work.group)
-        return [
-            normalised(U[i], n[blocks] if weight is None else n[blocks] * weight[i].sqrt(), keep)
-            for i, blocks in enumerate(work.layout.components)
-        ]
+    def _matrix(self, work: Work, n: Tensor, U: list[Tensor], weight: list[Tensor] | None, i: int) -> Tensor:
+        """A of component i."""
+        own = n[work.layout.components[i]]
+        return normalised(U[i], own if weight is None else own * weight[i].sqrt(), self._keeps_diagonal(work.group))
 
     def _remember(self, work: Work, common: Tensor, change: Tensor) -> None:
         """Keep what the last step did along the blocks, for `block_statistics`."""
@@ -224,16 +229,18 @@ class BlockMeanOptimizer(GroupedOptimizer):
                 continue
             work = self._work_at_rest(group)
             U = self._bind(work, "U", self._initial_statistics)
-            beta = self._memory(group)
-            weight = None if beta is None else self._bind(work, "weight", lambda *_: 0.0, vector=True)
+            weight = self._bind(work, "weight", lambda *_: 0.0, vector=True) if self._weighs_blocks else None
+            n = self._measure(work)
             common, change = self._last.get(group["params"][0], (None, None))
             layout = work.layout
-            for matrix, blocks in zip(self._matrices(work, U, weight), layout.components, strict=True):
+            for i, blocks in enumerate(layout.components):
+                matrix = self._matrix(work, n, U, weight, i)
                 found.append(
                     BlockStatistics(
                         group=number,
                         coupling=layout.component_name(blocks),
-                        names=[layout.names[i] for i in blocks.tolist()],
+                        names=[layout.names[block] for block in blocks.tolist()],
+                        parameters=[layout.owners[block] for block in blocks.tolist()],
                         sizes=layout.sizes[blocks],
                         A=matrix,
                         eigenvalues=eigenvalues_of(matrix),
@@ -252,39 +259,41 @@ class BlockMeanOptimizer(GroupedOptimizer):
             for param, name, blocks in zip(distinct(group), layout.parameters, layout.tensors, strict=True)
             if "step" in self.state.get(param, {})
         ]
-        return Work(group, layout, members, self._block_sums(group, members, layout.num_blocks))
+        # Asked for with the correction, so that all sums are there also where it has been switched off since.
+        asked = {**group, "correction": True}
+        return Work(group, layout, members, self._block_sums(asked, members, layout.num_blocks))
 
     def _gather(self, work: Work) -> tuple[list[Tensor], list[Tensor] | None]:
         """U with this step in it, and what its averages have to be divided by: None where it is a plain sum."""
-        u, present, beta = work.sums[0], work.present(), self._memory(work.group)
+        u, present, beta = work.sums[0], work.present, self._memory(work.group)
         U = self._bind(work, "U", self._initial_statistics)
         if beta is None:
             for i, blocks in enumerate(work.layout.components):
                 accumulate_(U[i], u[blocks])
             return U, None
-        weight = self._bind(work, "weight", lambda *_: 0.0, vector=True)
+        weight = self._bind(work, "weight", lambda *_: 0.0, vector=True) if self._weighs_blocks else None
         for i, blocks in enumerate(work.layout.components):
             average_outer_(U[i], u[blocks], beta, present[blocks])
-            average_(weight[i], 1.0, beta, present[blocks])
+            if weight is not None:
+                average_(weight[i], 1.0, beta, present[blocks])
         return U, weight
 
-    def _root(
-        self, work: Work, component: int, A: Tensor, floor: float, present: Tensor, stored: Tensor | None
-    ) -> Tensor:
-        """A^-½ − I, fresh or at most `refresh_every` steps old.
+    def _current_root(self, work: Work, component: int, stored: Tensor, present: Tensor) -> Tensor | None:
+        """The stored A^-½ − I, or None where a parameter's step count comes round or other blocks take part.
 
-        A stored root has NaN on its diagonal where a block sat out; it is made anew when other blocks take part.
+        A stored root has NaN on its diagonal where a block sat out.
         """
-        if stored is not None:
-            diagonal = stored if stored.ndim == 1 else stored.diagonal()
-            every = work.group["refresh_every"]
-            due = any(
-                (int(member.state["step"]) - 1) % every == 0
-                for member in work.members
-                if member.moves and member.blocks.component == component
-            )
-            if not due and torch.equal(~diagonal.isnan(), present):
-                return stored.nan_to_num(nan=0.0)
+        every = work.group["refresh_every"]
+        members = [m for m in work.members if m.moves and m.blocks.component == component]
+        if any((int(member.state["step"]) - 1) % every == 0 for member in members):
+            return None
+        made_for = ~(stored if stored.ndim == 1 else stored.diagonal()).isnan()
+        if not torch.equal(made_for, present):
+            return None
+        return stored if made_for.all() else stored.nan_to_num(nan=0.0)
+
+    def _fresh_root(self, A: Tensor, floor: float, present: Tensor, stored: Tensor | None) -> Tensor:
+        """A^-½ − I, computed now and stored where it is to serve for several steps."""
         try:
             root = inverse_root_minus_identity(A, floor)
         except LinAlgError:
@@ -299,8 +308,7 @@ class BlockMeanOptimizer(GroupedOptimizer):
         if not self.diagonal_fallbacks:
             warnings.warn(
                 f"{type(self).__name__}: an eigendecomposition of {num_blocks} blocks failed twice; the diagonal step "
-                "is taken instead. `diagonal_fallbacks` counts how often. A higher eigenvalue_floor or a smaller lr "
-                "usually helps.",
+                "is taken instead. `diagonal_fallbacks` counts how often. A smaller lr usually helps.",
                 stacklevel=6,
             )
         self.diagonal_fallbacks += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ class GroupedOptimizer(Optimizer):
 
     _not_negative: tuple[str, ...] = ("lr", "weight_decay")
     _switches: tuple[str, ...] = ("maximize",)
+    _state_keys: tuple[str, ...] = ("step",)  # what the state of a parameter has at least
     _choices: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
@@ -49,7 +51,8 @@ class GroupedOptimizer(Optimizer):
                 require(group[name] in allowed, name, owner, f"one of {', '.join(map(repr, allowed))}", group[name])
         if "refresh_every" in group:
             k = group["refresh_every"]
-            require(isinstance(k, int) and k >= 1, "refresh_every", owner, "a whole number >= 1", k)
+            whole = isinstance(k, int) and not isinstance(k, bool)
+            require(whole and k >= 1, "refresh_every", owner, "a whole number >= 1", k)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with its own partition, coupling and other options if wanted."""
@@ -144,6 +147,7 @@ class GroupedOptimizer(Optimizer):
             groups = final["param_groups"]
             if len(groups) == len(self.param_groups):  # else torch raises
                 groups = [self._completed(i, group, saved) for i, (group, saved) in enumerate(self._pairs(groups))]
+                self._check_states(final)
             incoming.update(final)
             return {**final, "param_groups": groups}
 
@@ -165,6 +169,15 @@ class GroupedOptimizer(Optimizer):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _check_states(self, state_dict: dict[str, Any]) -> None:
+        for number, state in state_dict["state"].items():
+            missing = [key for key in self._state_keys if key not in state] if "step" in state else []
+            if missing:
+                raise ValueError(
+                    f"The checkpoint is not one of {type(self).__name__}: the state of parameter {number} lacks "
+                    f"{', '.join(missing)}; it has {', '.join(sorted(state))}."
+                )
 
     def _pairs(self, saved_groups: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         return list(zip(self.param_groups, saved_groups, strict=True))
@@ -195,7 +208,8 @@ def require_number(value: object, name: str, owner: str, *, positive: bool = Fal
     if optional and value is None:
         return
     expected = (">" if positive else ">=") + " 0" + (" or None" if optional else "")
-    if not isinstance(value, int | float):
+    if not isinstance(value, Real):
         require(False, name, owner, f"a number {expected}", value, TypeError)
     else:
-        require(value > 0 if positive else value >= 0, name, owner, expected, value)
+        number = float(value)
+        require(number > 0 if positive else number >= 0, name, owner, expected, value)

@@ -22,6 +22,8 @@ class BlockStatistics:
     coupling: str
     """"all", "none", or the name of the module whose blocks these are."""
     names: list[str]
+    parameters: list[str]
+    """The parameter of each block, or what merged ones go by."""
     sizes: Tensor
     """Entries of each block, (L,)."""
     A: Tensor
@@ -63,7 +65,7 @@ class BlockStatistics:
         weight[0]        4  4.00                      50%
         weight[1]        4  4.00                      50%
         bias             2  2.00                      71%
-        3 blocks, condition of A 2
+        3 blocks, eigenvalues of A from 2 to 4
         """
         order = self.diagonal.argsort(descending=True, stable=True)[:max_rows].tolist()
         rows = [("block", "entries", "A_ii", "kept of the common step")]
@@ -77,9 +79,10 @@ class BlockStatistics:
             "  ".join(cell.ljust(width[c]) if c == 0 else cell.rjust(width[c]) for c, cell in enumerate(row))
             for row in rows
         ]
+        span = f"{float(self.eigenvalues[0]):.3g} to {float(self.eigenvalues[-1]):.3g}"
         if len(self.names) > max_rows:
             lines.append(f"... and {len(self.names) - max_rows:,} more")
-        return "\n".join([*lines, f"{len(self.names):,} blocks, condition of A {self.condition:.3g}"])
+        return "\n".join([*lines, f"{len(self.names):,} blocks, eigenvalues of A from {span}"])
 
 
 def eigenvalues_of(A: Tensor) -> Tensor:

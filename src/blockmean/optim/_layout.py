@@ -73,6 +73,7 @@ class Layout:
         max_bytes: int | None = MATRIX_LIMIT,
     ) -> None:
         self._owner, self._max_bytes, self._named = owner, max_bytes, all(names)
+        self._remedy = "Take a coarser partition or a looser coupling." if by != "element" else "See max_bytes."
         self.parameters = [
             f"'{name}'" if name else f"parameter {i} {list(param.shape)}"
             for i, (name, param) in enumerate(zip(names, params, strict=True))
@@ -123,7 +124,7 @@ class Layout:
         if coupling != "none" and self._max_bytes is not None and need > self._max_bytes:
             raise ValueError(
                 f"{self._owner} would need {need:,} bytes for one matrix between {largest:,} blocks, more than the "
-                f"limit of {self._max_bytes:,}. Take a coarser partition or a looser coupling (AdaGradFull: max_bytes)."
+                f"limit of {self._max_bytes:,}. {self._remedy}"
             )
         return matrix_of
 
@@ -142,6 +143,11 @@ class Layout:
         """The shape of what a parameter holds of a matrix between blocks."""
         count = blocks.stop - blocks.start
         return (count,) if self.is_diagonal else (count, len(self.components[blocks.component]))
+
+    @cached_property
+    def owners(self) -> list[str]:
+        """The parameter, or the merged group of them, that every block comes from."""
+        return [origin.name for origin in self.origins for _ in range(math.prod(origin.grid))]
 
     @cached_property
     def names(self) -> list[str]:

@@ -54,6 +54,7 @@ class AdaGradBMA(BlockMeanOptimizer):
     >>> optimizer.step()
     """
 
+    _state_keys = ("step", "sum")
     _not_negative = ("lr", "weight_decay", "eps", "lr_decay", "initial_accumulator_value")
     _switches = ("maximize", "correction")
     _choices: ClassVar = {"variant": VARIANTS}

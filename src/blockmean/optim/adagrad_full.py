@@ -78,13 +78,13 @@ class AdaGradFull(BlockMeanOptimizer):
         # but their rounding errors would be left.
         length = float(work.sums[0].norm())
         unit: float = max(length, work.group["eigenvalue_floor"] ** 0.5) if length > 0 else 1.0
-        return work.present() * unit
+        return work.present * unit
 
     def _update(self, work: Work) -> None:
         g, n = work.sums[0], self._measure(work)
         unit = float(n.max())
         # H^-½ g = (g + [A^-½ − I] g) / unit with A = H / unit²; entries without a gradient sit out.
-        scale = work.present() * unit**-0.5
+        scale = work.present * unit**-0.5
         step = g / unit + self._correction(work, g, scale, floor=work.group["eigenvalue_floor"] / unit**2)
         for member in work.members:
             delta = member.blocks.spread(step[member.blocks.start : member.blocks.stop])

@@ -53,6 +53,7 @@ class AdamBMA(BlockMeanOptimizer):
     _switches = ("maximize", "correction")
     _not_negative = ("lr", "weight_decay", "eps")
     _decays_gradient = False
+    _state_keys = ("step", "exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -106,24 +107,25 @@ class AdamBMA(BlockMeanOptimizer):
         return float(group["betas"][1])
 
     def _block_sums(self, group: dict[str, Any], members: list[Member], num_blocks: int) -> Tensor:
-        rows = 1 if not group["correction"] else 3 if group["correction_cap"] is None else 5
+        rows = 1 if not group["correction"] else 4 if group["correction_cap"] is None else 6
         return block_sums(members, num_blocks, rows, group["betas"], group["eps"])
 
     def _measure(self, work: Work) -> Tensor:
+        # U and r are averages of the same steps, so that A needs no bias correction: it would cancel.
         return work.sums[1].sqrt()
 
     def _update(self, work: Work) -> None:
         group, c = work.group, None
         if group["correction"]:
-            n = self._measure(work)
-            c = self._correction(work, work.sums[2], torch.where(n > 0, 1 / n, 0.0), group["eigenvalue_floor"])
+            n = work.sums[2].sqrt()
+            c = self._correction(work, work.sums[3], torch.where(n > 0, 1 / n, 0.0), group["eigenvalue_floor"])
             if group["correction_cap"] is not None:
-                c = capped(c, work.sums[3], work.sums[4], group["correction_cap"])
+                c = capped(c, work.sums[4], work.sums[5], group["correction_cap"])
         update_(work.members, c, group["betas"], group["eps"], float(group["lr"]), group["weight_decay"])
 
 
 def block_sums(members: list[Member], num_blocks: int, num_rows: int, betas: tuple[float, float], eps: float) -> Tensor:
-    """Pass 1, read only: rows u, n², b, and for a cap the squared lengths of δ and of ζ z^-½, (num_rows, L)."""
+    """Pass 1, read only: rows u, Σ r, n² = Σ r̂, b, and for a cap the squared lengths of δ and ζ z^-½, (num_rows, L)."""
     sums = torch.zeros(num_rows, num_blocks, dtype=torch.float64, device=members[0].param.device)
     for member in members:
         g, blocks = member.grad, member.blocks
@@ -134,13 +136,14 @@ def block_sums(members: list[Member], num_blocks: int, num_rows: int, betas: tup
             if member.moves:
                 step += 1
                 m, r = m.lerp(g, 1 - betas[0]), (r * betas[1]).addcmul_(g, g, value=1 - betas[1])
+            squares = blocks.sum(r)
             zeta, z = _scales(r, step, betas[1], eps)
-            # Without a gradient of its own a parameter does not move; it only counts for the scale of its block.
-            m = m / (1 - betas[0] ** step) if member.moves else torch.zeros_like(m)
             w = zeta * z.rsqrt()
-            rows += [blocks.sum(zeta.square()), blocks.sum(w * m)]
-            if num_rows > 3:
-                rows += [blocks.sum((m / z).square_()), blocks.sum(w.square())]
+            # Without a gradient of its own a parameter does not move; it only counts for the scale of its block.
+            gain = 1 / (1 - betas[0] ** step) if member.moves else 0.0
+            rows += [squares, squares / (1 - betas[1] ** step) if step else squares, blocks.sum(w * m) * gain]
+            if num_rows > 4:
+                rows += [blocks.sum((m / z).square_()) * gain**2, blocks.sum(w.square_())]
         sums[:, blocks.start : blocks.stop] += torch.stack(rows)
     return sums
 

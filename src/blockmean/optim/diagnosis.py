@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blockmean._checks import require
 from blockmean.optim._base import BlockMeanOptimizer
 
 FEW_STEPS = 20
@@ -63,6 +64,8 @@ def diagnose(optimizer: BlockMeanOptimizer) -> Diagnosis:
     >>> diagnose(optimizer).matters
     True
     """
+    ours = isinstance(optimizer, BlockMeanOptimizer)
+    require(ours, "optimizer", "diagnose", "AdamBMA or AdaGradBMA", type(optimizer).__name__, TypeError)
     energy: dict[str, float] = {}
     entries: dict[str, int] = {}
     blocks = 0
@@ -73,9 +76,10 @@ def diagnose(optimizer: BlockMeanOptimizer) -> Diagnosis:
                 "Take some 50 steps with AdamBMA, or with AdaGradBMA(variant='weighted')."
             )
         blocks += len(statistics.names)
-        rows = zip(statistics.names, statistics.diagonal.tolist(), statistics.sizes.tolist(), strict=True)
+        prefix = f"group {statistics.group}: " if len(optimizer.param_groups) > 1 else ""
+        rows = zip(statistics.parameters, statistics.diagonal.tolist(), statistics.sizes.tolist(), strict=True)
         for name, common, size in rows:
-            parameter = name.partition("[")[0]
+            parameter = prefix + name
             energy[parameter] = energy.get(parameter, 0.0) + common
             entries[parameter] = entries.get(parameter, 0) + size
     if not entries:

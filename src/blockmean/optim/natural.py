@@ -59,6 +59,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
     _not_negative = ("lr", "weight_decay", "damping")
     _switches = ("maximize", "adapt_damping")
     _decays_gradient = False
+    _weighs_blocks = True
 
     def __init__(
         self,
@@ -129,18 +130,19 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         return block_sums(members, num_blocks)
 
     def _measure(self, work: Work) -> Tensor:
-        return work.layout.sizes.to(work.sums).sqrt() * work.present()
+        return work.layout.sizes.to(work.sums).sqrt() * work.present
 
     def _update(self, work: Work) -> None:
         group, layout, sizes = work.group, work.layout, work.layout.sizes.to(work.sums)
-        present = work.present()
+        present = work.present
         u, squares, between = work.sums
         U, weight = self._gather(work)
         assert weight is not None
         inside = self._bind(work, "variance", lambda *_: 0.0, vector=True)
         within = (squares + between - u.square() / sizes).clamp(min=0)
         variance = within / (sizes - 1).clamp(min=1)
-        A, lam = self._matrices(work, U, weight), torch.zeros_like(u)
+        n, lam = self._measure(work), torch.zeros_like(u)
+        A = [self._matrix(work, n, U, weight, i) for i in range(len(U))]
         for i, blocks in enumerate(layout.components):
             average_(inside[i], variance[blocks], group["beta"], present[blocks])
             single = sizes[blocks] == 1
@@ -161,6 +163,8 @@ class NaturalGradientBMA(BlockMeanOptimizer):
     def _share(self, group: dict[str, Any], gain: float) -> float:
         """How much of the step stays within the trust radius."""
         lr, radius = float(group["lr"]), group["trust_radius"]
+        if radius is not None:
+            radius *= 1 - group["momentum"]  # steps in one direction add up to 1 / (1 − momentum) of the last
         length = lr * max(gain, 0.0) ** 0.5
         share = 1.0 if radius is None or length <= radius else radius / length
         if group["adapt_damping"]:
@@ -195,7 +199,9 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             )
             step = torch.addcmul(shift, g - middle, scale)
             if group["momentum"]:
-                buffer = member.state.setdefault("momentum_buffer", torch.zeros_like(g))
+                if "momentum_buffer" not in member.state:
+                    member.state["momentum_buffer"] = torch.zeros_like(g)
+                buffer = member.state["momentum_buffer"]
                 step = buffer.mul_(group["momentum"]).add_(step)
             if group["weight_decay"]:
                 step = step.add(member.param, alpha=group["weight_decay"])

@@ -1,0 +1,147 @@
+"""What the empirical Fisher matrix costs beside the per-sample gradients it is made of, and what memory it takes.
+
+    python benchmarks/curvature.py [--data-dir DIR]   # minutes, writes benchmarks/results/curvature.json
+    python benchmarks/curvature.py --quick            # seconds, to see that it works; writes to --out alone
+
+One thread, float32, the paper's large net (139,370 parameters, L = 34 tensors) on 1,000 images of MNIST, or on random
+images of that shape where --data-dir is not given: the time does not depend on what is in them. The yardstick is
+vmap(grad) over the same images in the same chunks, and nothing done with the gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from blockmean import Partition, curvature
+from blockmean.lab import data, models
+from blockmean.lab.environment import environment, use_threads
+from timing import interleaved, keep_memory, peak_bytes, ratios, run_alone, summary
+
+RESULTS = Path(__file__).parent / "results" / "curvature.json"
+SHAPE = (1, 28, 28)
+YARDSTICK = "per-sample gradients"
+CHUNK = 100  # samples at a time, for the yardstick and for us alike
+
+# (model, partition, N) whose peak memory is taken: against N, against L, against d
+MEMORY = [("large", "tensor", n) for n in (100, 300, 1000)]
+MEMORY += [("large", by, 300) for by in ("all", "unit")] + [("small", "tensor", 300), ("mlp", "tensor", 300)]
+QUICK_MEMORY = [("small", "tensor", 100), ("small", "tensor", 300)]
+
+
+def images(count: int, data_dir: Path | None) -> tuple[Tensor, Tensor]:
+    if data_dir is not None:
+        mnist = data.load("mnist", data_dir=data_dir)
+        return mnist.train[:count], mnist.train_labels[:count]
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(count, *SHAPE, generator=random), torch.randint(10, (count,), generator=random)
+
+
+def network(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return models.MODELS[name](SHAPE)
+
+
+def gradients(model: nn.Module, x: Tensor, y: Tensor, chunk_size: int) -> None:
+    """The yardstick: the gradient of every sample, made and thrown away."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(functional_call(model, params, image[None]), label[None])
+
+    per_sample = vmap(grad(loss), in_dims=(None, 0, 0))
+    for some, labels in zip(x.split(chunk_size), y.split(chunk_size), strict=True):
+        per_sample(params, some, labels)
+
+
+def operations(name: str, x: Tensor, y: Tensor) -> dict[str, Any]:
+    model = network(name)
+    fisher = partial(curvature.empirical_fisher, model, nn.functional.cross_entropy, (x, y), chunk_size=CHUNK)
+    return {
+        YARDSTICK: partial(gradients, model, x, y, CHUNK),
+        "empirical Fisher, tensor": partial(fisher, "tensor"),
+        "empirical Fisher, unit": partial(fisher, "unit"),
+        "empirical Fisher, tensor, 4 norm probes": partial(fisher, "tensor", norm_probes=4),
+    }
+
+
+def time(name: str, count: int, repetitions: int, data_dir: Path | None) -> dict[str, Any]:
+    """Seconds of each operation over `count` images, and ratios to the yardstick inside each repetition."""
+    x, y = images(count, data_dir)
+    samples = interleaved(operations(name, x, y), repetitions)
+    model = network(name)
+    return {
+        "model": name,
+        "d": sum(p.numel() for p in model.parameters()),
+        "L": {by: Partition.of(model, by).num_blocks for by in ("tensor", "unit")},
+        "samples": count,
+        "chunk_size": CHUNK,
+        "images": "random" if data_dir is None else "MNIST",
+        "repetitions": repetitions,
+        "seconds": {key: summary(own) for key, own in samples.items()},
+        "ratio_to_gradients": ratios(samples, YARDSTICK),
+    }
+
+
+def memory(name: str, by: str, count: int) -> dict[str, Any]:
+    """Peak memory of one call, measured in a process of its own."""
+    found = json.loads(run_alone([__file__, "--peak", name, by, str(count)]))
+    d, L = found["d"], found["L"]
+    rows = {"bytes_of_chunk_rows": 4 * d * min(count, CHUNK), "bytes_of_all_rows": 4 * d * count}
+    return {"model": name, "partition": by, "d": d, "L": L, "samples": count, "chunk_size": CHUNK, **rows, **found}
+
+
+def peak(name: str, by: str, count: int) -> dict[str, Any]:
+    """To be run in a process that does nothing else."""
+    model, (x, y) = network(name), images(count, None)
+    call = partial(curvature.empirical_fisher, model, nn.functional.cross_entropy, chunk_size=CHUNK)
+    call((x[:2], y[:2]), by)  # the first call loads libraries, which are not to be counted
+    partition = Partition.of(model, by)
+    return {
+        "d": partition.num_entries,
+        "L": partition.num_blocks,
+        "peak_bytes": peak_bytes(lambda: call((x, y), by)),
+        "peak_bytes_of_gradients": peak_bytes(lambda: gradients(model, x, y, CHUNK)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the small net, few images, few repetitions")
+    parser.add_argument("--data-dir", type=Path, help="where MNIST is; random images otherwise")
+    parser.add_argument("--out", type=Path, help="where to write the record")
+    parser.add_argument("--peak", nargs=3, metavar=("MODEL", "BY", "N"), help="print the peak memory at one point")
+    arguments = parser.parse_args()
+    use_threads(1)
+    if arguments.peak:
+        name, by, count = arguments.peak
+        print(json.dumps(peak(name, by, int(count))))
+        return
+    points = [memory(*point) for point in (QUICK_MEMORY if arguments.quick else MEMORY)]
+    kept = keep_memory()
+    settings = ("small", 200, 3) if arguments.quick else ("large", 1000, 9)
+    timing = time(*settings, arguments.data_dir)
+    record = {"environment": environment(), "keeps_memory": kept, "time": timing, "memory": points}
+    for key, ratio in timing["ratio_to_gradients"].items():
+        seconds = timing["seconds"][key]["median"]
+        print(f"{key:42} {seconds:8.3f} s  {ratio['median']:.3f} × the gradients ({ratio['lower']}–{ratio['upper']})")
+    for point in points:
+        told = "unknown" if point["peak_bytes"] is None else f"{point['peak_bytes'] / 2**20:7.1f} MB"
+        gradients_alone = point["peak_bytes_of_gradients"]
+        beside = "" if gradients_alone is None else f" (gradients alone {gradients_alone / 2**20:.1f} MB)"
+        print(f"{point['model']} d={point['d']:,} L={point['L']:,} N={point['samples']:,}: {told}{beside}")
+    out = arguments.out or (None if arguments.quick else RESULTS)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
