@@ -71,9 +71,11 @@ class BlockMean(Coordinates):
         M = floating(M, "M", "BlockMean.fit")
         require(M.ndim >= 2 and M.shape[-1] == M.shape[-2], "M", "BlockMean.fit", "square", f"shape {tuple(M.shape)}")
         require(M.shape[-1] == d, "M", "BlockMean.fit", f"{d} x {d}, as {partition} asks", f"shape {tuple(M.shape)}")
-        require(bool(M.isfinite().all()), "M", "BlockMean.fit", "finite", "NaN or infinity")
         sums = partition.block_sum(partition.block_sum(M).mT).mT  # (L, L)
         traces = partition.block_sum(M.diagonal(dim1=-2, dim2=-1))  # (L,)
+        # A sum shows whether its terms are finite, without another pass over M.
+        finite = bool(sums.isfinite().all() and traces.isfinite().all())
+        require(finite, "M", "BlockMean.fit", "finite", "NaN or infinity")
         s = partition.sizes.to(M)
         inside = (sums.diagonal(dim1=-2, dim2=-1) - traces) / (s * (s - 1)).clamp(min=1)  # b_ii, 0 where s_i = 1
         off = sums / torch.outer(s, s)
@@ -95,9 +97,9 @@ class BlockMean(Coordinates):
         G = floating(G, "G", "BlockMean.from_rows")
         require(G.ndim >= 2, "G", "BlockMean.from_rows", "of shape (..., rows, entries)", tuple(G.shape))
         require_last(G, partition.num_entries, "G", "BlockMean.from_rows", "entry")
-        require(bool(G.isfinite().all()), "G", "BlockMean.from_rows", "finite", "NaN or infinity")
         require(math.isfinite(weight), "weight", "BlockMean.from_rows", "finite", weight)
         u = working(partition.block_sum(G)) / working(partition.sizes.to(G.device)).sqrt()  # (N, L)
+        require(bool(u.isfinite().all()), "G", "BlockMean.from_rows", "finite", "NaN or infinity")
         inside = partition.block_var(G).sum(-2) * weight
         return cls._from_A(partition, inside[..., partition.multiple], weight * (u.mT @ u), G.dtype)
 
