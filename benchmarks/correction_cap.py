@@ -18,5 +18,5 @@ ARMS = {
 BASELINE = {"coupled, cap 3": "coupled, no cap", "coupled, cap 1": "coupled, no cap"}
 
 if __name__ == "__main__":
-    tasks = {name: task for name, task in TASKS.items() if task["model"] == "mlp"}
+    tasks = {"MNIST MLP, raw": TASKS["MNIST MLP, raw"]}
     main(__doc__.partition("\n")[0], tasks, ARMS, BASELINE, "correction_cap")
