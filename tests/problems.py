@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dense_optimizers import labels_of, modules_of
+from reference import labels_of, modules_of
 
 
 def small_net():

@@ -130,3 +130,192 @@ ELEMENTWISE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[A
     "cube": (lambda x: x**3, lambda M: M @ M @ M),
 }
 """f as it acts on eigenvalues, and f of a dense matrix."""
+
+
+# -------------------------------------------------------------------- optimizers, with d×d matrices written out
+#
+# Parameters are one vector. `labels` gives the block of every entry, `modules` the coupling group of every block.
+
+
+def labels_of(shapes, by, names):
+    """The block of every entry, by literal loops over indices."""
+    numbers, labels = {}, []
+    for name, shape in zip(names, shapes, strict=True):
+        for index in np.ndindex(*shape):
+            key = {
+                "tensor": (name,),
+                "unit": (name, index[0]) if len(shape) >= 2 else (name,),
+                "kernel": (name, *index[:2]) if len(shape) >= 3 else (name, index[0]) if len(shape) >= 2 else (name,),
+                "module": (name.rpartition(".")[0],),
+                "all": (),
+                "element": (name, index),
+            }[by]
+            labels.append(numbers.setdefault(key, len(numbers)))
+    return np.array(labels)
+
+
+def modules_of(labels, shapes, names, coupling):
+    """The coupling group of every block."""
+    blocks = labels.max() + 1
+    if coupling == "all":
+        return np.zeros(blocks, dtype=int)
+    if coupling == "none":
+        return np.arange(blocks)
+    owner = np.concatenate([[name.rpartition(".")[0]] * int(np.prod(s)) for name, s in zip(names, shapes, strict=True)])
+    numbers = {}
+    return np.array([numbers.setdefault(owner[labels == i][0], len(numbers)) for i in range(blocks)])
+
+
+def inverse_root(M, floor):
+    w, Q = np.linalg.eigh(M)
+    return Q @ np.diag(np.maximum(w, floor) ** -0.5) @ Q.T
+
+
+class DenseAdaGradBMA:
+    """AdaGrad-BMA with the d×d matrix F written out; `floor` must not exceed 1, so that only A is clamped."""
+
+    def __init__(self, theta, labels, modules, *, variant, floor, lr, eps=1e-10, refresh_every=1, initial=0.0):
+        self.theta, self.labels, self.modules = theta.copy(), labels, modules
+        self.variant, self.floor, self.lr, self.eps, self.every = variant, floor, lr, eps, refresh_every
+        d = len(theta)
+        self.r = np.full(d, initial)
+        self.H = initial * np.eye(d)  # Σ g gᵀ
+        self.t = 0
+        self.preconditioner = None
+        self.coupled = modules[labels][:, None] == modules[labels][None, :]  # entries whose blocks share a matrix
+        self.same = labels[:, None] == labels[None, :]
+
+    def step(self, g, has_gradient=None):
+        """`has_gradient`: which entries have one; blocks without any sit out."""
+        d = len(g)
+        present = np.ones(d, bool) if has_gradient is None else has_gradient
+        on = np.array([present[self.labels == label].any() for label in self.labels])
+        self.t += 1
+        self.r += g * g
+        self.H += np.outer(g, g)
+        z = np.sqrt(self.r + self.eps)
+        delta = np.zeros(d)
+        keep = np.flatnonzero(on)
+        delta[keep] = self._direction(keep, g[keep], z[keep])
+        self.theta -= self.lr * np.where(present, delta, 0.0)
+
+    def _direction(self, k, g, z):
+        coupled, same = self.coupled[np.ix_(k, k)], self.same[np.ix_(k, k)]
+        r, labels = self.r[k], self.labels[k]
+        refresh = (self.t - 1) % self.every == 0
+        s = same.sum(1)
+        block_sum = same.astype(float)  # block_sum @ x: the sum over x's own block, at every entry
+        if self.variant == "weighted":
+            zeta = np.sqrt(r)
+            n = np.sqrt(block_sum @ r)
+            blocks = np.unique(labels)
+            R = np.stack([np.where(labels == i, zeta / np.where(n > 0, n, 1), 0.0) for i in blocks], 1)  # (d, L)
+            inverse = np.where(zeta > 0, 1 / np.where(zeta > 0, zeta, 1), 0.0)
+            P = inverse[:, None] * self.H[np.ix_(k, k)] * inverse[None, :] * coupled
+            if refresh:
+                dead = ~(R > 0).any(0)
+                A = R.T @ P @ R + np.diag(dead.astype(float))
+                self.root = inverse_root(A, self.floor) - np.eye(len(blocks))
+            F = np.eye(len(k)) + R @ self.root @ R.T
+            self.preconditioner = np.diag(z**-0.5) @ F @ np.diag(z**-0.5)
+            return self.preconditioner @ g
+        v = block_sum @ z
+        U = block_sum @ self.H[np.ix_(k, k)] @ block_sum.T
+        B = np.where(same | ~coupled, 0.0, U / np.outer(v, v) / np.sqrt(np.outer(s, s)))
+        if refresh:
+            self.F = inverse_root(np.eye(len(k)) + B, self.floor)
+        if self.variant == "consistent":
+            self.preconditioner = np.diag(z**-0.5) @ self.F @ np.diag(z**-0.5)
+            return self.preconditioner @ g
+        scaled = z**-0.5 * g + (self.F - np.eye(len(k))) @ g  # line 15 with the raw block sums, as printed
+        return z**-0.5 * scaled
+
+
+class DenseAdaGradFull:
+    """θ ← θ − η H^-½ g."""
+
+    def __init__(self, theta, *, lr, floor=1e-8):
+        self.theta, self.lr, self.floor = theta.copy(), lr, floor
+        self.H = np.zeros((len(theta), len(theta)))
+
+    def step(self, g):
+        self.H += np.outer(g, g)
+        self.theta -= self.lr * inverse_root(self.H, self.floor) @ g
+
+
+class DenseAdamBMA:
+    """AdamW with the weighted block mean, F written out as a d×d matrix; `floor` must not exceed 1."""
+
+    def __init__(self, theta, labels, modules, *, lr, betas=(0.9, 0.999), eps=1e-8, decay=0.0, floor=1.0, cap=None):
+        self.theta, self.labels, self.modules = theta.copy(), labels, modules
+        self.lr, self.betas, self.eps, self.decay, self.floor, self.cap = lr, betas, eps, decay, floor, cap
+        d = len(theta)
+        self.m, self.H, self.t = np.zeros(d), np.zeros((d, d)), 0
+
+    def step(self, g):
+        self.t += 1
+        b1, b2 = self.betas
+        self.m = b1 * self.m + (1 - b1) * g
+        self.H = b2 * self.H + (1 - b2) * np.outer(g, g)
+        m = self.m / (1 - b1**self.t)
+        H = self.H / (1 - b2**self.t)
+        zeta = np.sqrt(np.diag(H))
+        z = zeta + self.eps
+        L = self.labels.max() + 1
+        R = np.zeros((len(g), L))
+        for i in range(L):
+            inside = self.labels == i
+            length = np.linalg.norm(zeta[inside])
+            if length > 0:
+                R[inside, i] = zeta[inside] / length
+        inverse = np.where(zeta > 0, 1 / np.where(zeta > 0, zeta, 1), 0.0)
+        coupled = self.modules[:, None] == self.modules[None, :]
+        A = coupled * (R.T @ (inverse[:, None] * H * inverse) @ R)
+        A += np.diag((R == 0).all(0).astype(float))
+        F = np.eye(len(g)) + R @ (A - np.eye(L)) @ R.T
+        root = inverse_root(F, self.floor)
+        diagonal = m / z
+        delta = z**-0.5 * (root @ (z**-0.5 * m))
+        if self.cap is not None:
+            for i in range(L):
+                inside = self.labels == i
+                correction = delta[inside] - diagonal[inside]
+                limit = self.cap * np.linalg.norm(diagonal[inside])
+                if np.linalg.norm(correction) > limit:
+                    delta[inside] = diagonal[inside] + correction * limit / np.linalg.norm(correction)
+        self.theta = self.theta * (1 - self.lr * self.decay) - self.lr * delta
+
+
+class DenseNaturalGradient:
+    """θ ← θ − η (F + δI)⁻¹ g with F the block mean, by loops, of the averaged g gᵀ."""
+
+    def __init__(self, theta, labels, modules, *, lr, damping, beta, radius=None):
+        self.theta, self.labels, self.modules = theta.copy(), labels, modules
+        self.lr, self.damping, self.beta, self.radius = lr, damping, beta, radius
+        self.H, self.t = np.zeros((len(theta), len(theta))), 0
+
+    def fisher(self):
+        H = self.H / (1 - self.beta**self.t)
+        F = np.zeros_like(H)
+        blocks = [np.flatnonzero(self.labels == i) for i in range(self.labels.max() + 1)]
+        for i, rows in enumerate(blocks):
+            for j, columns in enumerate(blocks):
+                part = H[np.ix_(rows, columns)]
+                if i != j and self.modules[i] == self.modules[j]:
+                    F[np.ix_(rows, columns)] = part.mean()
+                elif i == j:
+                    s = len(rows)
+                    off = (part.sum() - np.trace(part)) / (s * (s - 1)) if s > 1 else 0.0
+                    F[np.ix_(rows, rows)] = off + np.eye(s) * (np.trace(part) / s - off)
+        return F
+
+    def step(self, g):
+        self.t += 1
+        self.H = self.beta * self.H + (1 - self.beta) * np.outer(g, g)
+        F = self.fisher()
+        F += self.damping * np.trace(F) / len(g) * np.eye(len(g))
+        direction = np.linalg.solve(F, g)
+        rate = self.lr
+        if self.radius is not None:
+            rate = min(rate, self.radius / np.sqrt(g @ direction))
+        self.theta -= rate * direction

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from blockmean import AdaGradBMA, AdaGradFull
-from dense_optimizers import DenseAdaGradBMA, DenseAdaGradFull
 from problems import blocks_of, data, flat, gradient, paper_net, small_net
+from reference import DenseAdaGradBMA, DenseAdaGradFull
 
 VARIANTS = ("paper", "consistent", "weighted")
 FLOORS = {"paper": 0.1, "consistent": 0.1, "weighted": 1.0}

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from blockmean import AdamBMA
-from dense_optimizers import DenseAdamBMA
 from problems import blocks_of, data, flat, gradient, small_net
+from reference import DenseAdamBMA
 
 
 @pytest.mark.parametrize("cap", [None, 0.3])

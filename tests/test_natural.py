@@ -7,8 +7,8 @@ from torch import nn
 from torch.autograd.functional import hessian, jacobian
 
 from blockmean import BlockMean, NaturalGradientBMA, Partition
-from dense_optimizers import DenseNaturalGradient
 from problems import blocks_of, data, flat, gradient, small_net
+from reference import DenseNaturalGradient
 
 
 @pytest.mark.parametrize("radius", [None, 0.005])
