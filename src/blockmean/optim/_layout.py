@@ -73,7 +73,6 @@ class Layout:
         max_bytes: int | None = MATRIX_LIMIT,
     ) -> None:
         self._owner, self._max_bytes, self._named = owner, max_bytes, all(names)
-        self._remedy = "Take a coarser partition or a looser coupling." if by != "element" else "See max_bytes."
         self.parameters = [
             f"'{name}'" if name else f"parameter {i} {list(param.shape)}"
             for i, (name, param) in enumerate(zip(names, params, strict=True))
@@ -124,7 +123,7 @@ class Layout:
         if coupling != "none" and self._max_bytes is not None and need > self._max_bytes:
             raise ValueError(
                 f"{self._owner} would need {need:,} bytes for one matrix between {largest:,} blocks, more than the "
-                f"limit of {self._max_bytes:,}. {self._remedy}"
+                f"limit of {self._max_bytes:,}. Take a coarser partition, a looser coupling, or AdaGradFull's max_bytes."
             )
         return matrix_of
 
