@@ -128,7 +128,9 @@ def test_it_draws_into_given_axes_and_opens_no_figure():
 
 
 def test_gradients_and_half_precision_do_not_matter():
-    plot.blocks(torch.eye(3, dtype=torch.bfloat16, requires_grad=True))
+    ax = plot.blocks(torch.eye(3, dtype=torch.bfloat16, requires_grad=True))
+    drawn = ax.images[0].get_array()
+    assert drawn.reshape(3, 3).tolist() == torch.eye(3).tolist()
 
 
 @pytest.mark.parametrize("d", [10, 322])

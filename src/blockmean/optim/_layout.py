@@ -123,7 +123,7 @@ class Layout:
         if coupling != "none" and self._max_bytes is not None and need > self._max_bytes:
             raise ValueError(
                 f"{self._owner} would need {need:,} bytes for one matrix between {largest:,} blocks, more than the "
-                f"limit of {self._max_bytes:,}. Take a coarser partition, a looser coupling, or AdaGradFull's max_bytes."
+                f"limit of {self._max_bytes:,}. Take a coarser partition, looser coupling or (AdaGradFull) max_bytes."
             )
         return matrix_of
 
