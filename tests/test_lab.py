@@ -1,110 +1,23 @@
-"""The lab: reading data, training once, and records that are made only once."""
+"""The lab: training once, and records that are made only once."""
 
-import gzip
-import io
 import json
-import struct
-import tarfile
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from blockmean.lab import data, records
+from blockmean.lab import records
+from blockmean.lab.data import Images, load
 from blockmean.lab.models import MODELS
-from blockmean.lab.train import Spec, run
+from blockmean.lab.train import Spec, _batches, run, steps_per_epoch
 
+REAL_DATA = Path(__file__).parents[2] / "shared" / "data"
 SPEC = Spec(dataset="digits", model="small", optimizer="AdaGradBMA", lr=0.1, seed=0, steps=5, batch=50)
-
-
-@pytest.fixture(scope="module")
-def digits():
-    return data.load("digits", "raw")
-
-
-def test_embedded_digits_are_split_by_class_into_400_and_100(digits):
-    assert digits.train.shape == (4000, 1, 28, 28)
-    assert digits.test.shape == (1000, 1, 28, 28)
-    assert digits.train_labels.bincount().tolist() == [400] * 10
-    assert digits.test_labels.bincount().tolist() == [100] * 10
-    assert digits.train.min() == 0
-    assert digits.train.max() == 1
-
-
-def test_preparations(digits):
-    normalised, centred = (data.load("digits", inputs) for inputs in ("normalised", "centred"))
-    torch.testing.assert_close(normalised.train * 0.3081 + 0.1307, digits.train)
-    assert centred.train.mean(0).abs().max() < 1e-6
-    torch.testing.assert_close(centred.test - centred.test[0], digits.test - digits.test[0])
-    with pytest.raises(ValueError, match=r"must be one of raw, normalised, centred. Got 'whitened'"):
-        data.load("digits", "whitened")
-    with pytest.raises(ValueError, match=r"must be one of digits, mnist, cifar10. Got 'imagenet'"):
-        data.load("imagenet")
-
-
-def write_mnist(folder, **changed):
-    shapes = {
-        "train-images-idx3-ubyte.gz": (60_000, 28, 28),
-        "train-labels-idx1-ubyte.gz": (60_000,),
-        "t10k-images-idx3-ubyte.gz": (10_000, 28, 28),
-        "t10k-labels-idx1-ubyte.gz": (10_000,),
-    }
-    for name, shape in shapes.items():
-        head = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)
-        size = torch.Size(shape).numel()
-        (folder / name).write_bytes(changed.get(name) or gzip.compress(head + bytes([7]) * size, 1))
-
-
-def test_mnist_is_read_from_its_idx_files_in_a_folder_or_its_subfolder(tmp_path, monkeypatch):
-    (tmp_path / "mnist").mkdir()
-    write_mnist(tmp_path / "mnist")
-    monkeypatch.setenv("BLOCKMEAN_DATA", str(tmp_path))
-    images = data.load("mnist", "raw")
-    assert images.train.shape == (60_000, 1, 28, 28)
-    assert torch.equal(images.test_labels, torch.full((10_000,), 7))
-    assert data.load("mnist", "raw", tmp_path / "mnist").test.shape == (10_000, 1, 28, 28)
-
-
-@pytest.mark.parametrize("content", [b"\x00\x00\x08\x01" + bytes(20), bytes(100)], ids=["labels", "zeros"])
-def test_wrong_idx_files_are_named(tmp_path, content):
-    write_mnist(tmp_path, **{"train-images-idx3-ubyte.gz": gzip.compress(content)})
-    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz is not the idx file .* \[60000, 28, 28\]"):
-        data.load("mnist", "raw", tmp_path)
-
-
-def test_data_that_is_not_there_says_where_it_was_looked_for(tmp_path, monkeypatch):
-    monkeypatch.delenv("BLOCKMEAN_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match=r"neither --data-dir nor BLOCKMEAN_DATA .* 'digits'"):
-        data.load("mnist")
-    with pytest.raises(FileNotFoundError, match=r"there is no cifar-10-binary.tar.gz in"):
-        data.load("cifar10", data_dir=tmp_path)
-
-
-def write_cifar(path, names):
-    with tarfile.open(path, "w:gz") as archive:
-        for number, name in enumerate(names):
-            content = bytes([number % 10]) + bytes([number * 10]) * 3072
-            info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
-            info.size = 2 * len(content)
-            archive.addfile(info, io.BytesIO(2 * content))
-
-
-BATCHES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
-
-
-def test_cifar_is_read_out_of_its_archive(tmp_path):
-    write_cifar(tmp_path / "cifar-10-binary.tar.gz", BATCHES)
-    images = data.load("cifar10", "raw", tmp_path)
-    assert images.train.shape == (10, 3, 32, 32)
-    assert images.train_labels.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert float(images.test[0, 0, 0, 0]) == pytest.approx(50 / 255)
-    assert list(tmp_path.iterdir()) == [tmp_path / "cifar-10-binary.tar.gz"]
-
-
-def test_an_incomplete_archive_is_named(tmp_path):
-    write_cifar(tmp_path / "cifar-10-binary.tar.gz", BATCHES[:-1])
-    with pytest.raises(ValueError, match=r"cifar-10-binary.tar.gz lacks test_batch.bin"):
-        data.load("cifar10", data_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -128,21 +41,68 @@ def without_times(record):
     return {key: value for key, value in record.items() if "seconds" not in key and key != "environment"}
 
 
+def losses_of(spec):
+    seen = []
+    run(spec, on_step=lambda step, loss: seen.append(loss))
+    return seen
+
+
 def test_equal_specs_give_equal_runs_and_other_optimizers_start_alike():
     first, again = run(SPEC), run(SPEC)
     assert without_times(first) == without_times(again)
-    assert len(first["losses"]) == 5
-    other = run(replace(SPEC, optimizer="Adagrad", lr=0.03))
-    assert other["losses"][0] == first["losses"][0]
-    assert other["losses"][1] != first["losses"][1]
     assert 0 < first["test_error"] < 1
+    ours, theirs = losses_of(SPEC), losses_of(replace(SPEC, optimizer="Adagrad", lr=0.03))
+    assert len(ours) == len(theirs) == 5
+    assert ours[0] == theirs[0]
+    assert ours[1] != theirs[1]
 
 
-def test_a_run_that_diverges_ends_with_null():
-    record = run(replace(SPEC, model="mlp", optimizer="SGD", lr=1e30, steps=20))
-    assert record["losses"][-1] is None
+def test_an_epoch_is_recorded_when_it_is_over():
+    spec = replace(SPEC, steps=9, batch=1000)  # four batches an epoch
+    losses, record = losses_of(spec), run(spec)
+    assert [epoch["train_loss"] for epoch in record["epochs"]] == [sum(losses[:4]) / 4, sum(losses[4:8]) / 4]
+    after_eight = run(replace(spec, steps=8))
+    assert record["epochs"] == after_eight["epochs"]
+    assert after_eight["epochs"][-1]["test_error"] == after_eight["test_error"]
+    assert after_eight["epochs"][-1]["test_loss"] == after_eight["test_loss"]
+
+
+@pytest.mark.parametrize("dataset", ["digits", "mnist", "cifar10"])
+def test_steps_per_epoch_are_those_of_the_data(dataset):
+    try:
+        images = load(dataset, "raw", REAL_DATA)
+    except FileNotFoundError:
+        pytest.skip(f"{dataset} is not on this machine")
+    assert steps_per_epoch(dataset, 128) == len(images.train) // 128
+
+
+def test_batches_go_through_every_image_once_an_epoch_and_mirror_half_of_them():
+    count, width = 12, 4
+    pictures = torch.arange(count * width).view(count, 1, 1, width).float()
+    images = Images(pictures, torch.arange(count), pictures, torch.arange(count))
+    spec = replace(SPEC, batch=5, steps=40, flip=True)
+    batches = list(_batches(images, spec))
+    assert len(batches) == 40
+    mirrored = []
+    for epoch in range(20):  # two batches of five; two images are left out
+        labels = torch.cat([batches[2 * epoch][1], batches[2 * epoch + 1][1]]).tolist()
+        assert len(set(labels)) == 10
+    for inputs, labels in batches:
+        for picture, label in zip(inputs, labels, strict=True):
+            assert torch.equal(picture.sort(dim=-1).values, pictures[label])
+            mirrored.append(not torch.equal(picture, pictures[label]))
+    assert 0.35 < sum(mirrored) / len(mirrored) < 0.65  # 200 tosses: 4 standard deviations
+    straight = list(_batches(images, replace(spec, flip=False)))
+    assert all(torch.equal(x, pictures[y]) for x, y in straight)
+
+
+def test_a_run_that_diverges_ends_there_and_says_when():
+    seen = []
+    record = run(
+        replace(SPEC, model="mlp", optimizer="SGD", lr=1e30, steps=20), on_step=lambda *step: seen.append(step)
+    )
+    assert 0 < record["diverged_at"] == len(seen) < 20
     assert record["train_loss"] is None
-    assert len(record["losses"]) < 20
     json.dumps(record, allow_nan=False)
 
 
@@ -158,7 +118,14 @@ def test_records_are_made_once_and_corrupt_ones_again(tmp_path, capsys):
     broken = tmp_path / f"{SPEC.key}.json"
     broken.write_text(broken.read_text()[:100])
     assert records.read(tmp_path, SPEC) is None
-    assert f"{broken} is not valid JSON" in capsys.readouterr().err
+    assert f"{broken} cannot be used (Unterminated" in capsys.readouterr().err
+    for other in ("[1, 2]", '{"spec": 1}'):
+        broken.write_text(other)
+        assert records.read(tmp_path, SPEC) is None
+        assert "not the record of a run" in capsys.readouterr().err
+    broken.write_bytes(b"\xff\xfe\x00")
+    assert records.read(tmp_path, SPEC) is None
+    assert "can't decode byte" in capsys.readouterr().err
     foreign = json.loads((tmp_path / f"{specs[1].key}.json").read_text())
     broken.write_text(json.dumps(foreign))
     assert records.read(tmp_path, SPEC) is None
@@ -180,3 +147,46 @@ def test_records_say_where_and_with_which_code_they_were_made():
     record = run(SPEC)
     assert record["environment"]["threads"] == 1
     assert record["environment"]["torch"] == torch.__version__
+
+
+def test_progress_counts_the_steps_of_records_and_of_runs_that_diverge(tmp_path):
+    diverging = replace(SPEC, model="mlp", optimizer="SGD", lr=1e30, steps=7)
+    list(records.run_all([SPEC], tmp_path))
+    seen = []
+    list(records.run_all([SPEC, diverging], tmp_path, on_steps=seen.append))
+    assert seen[0] == 5
+    assert seen[-1] == 12
+    assert seen == sorted(seen)
+
+
+INTERRUPTED = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from blockmean.lab.records import run_all
+from blockmean.lab.train import Spec
+
+if __name__ == "__main__":
+    spec = Spec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50)
+    for record in run_all([spec, replace(spec, steps=1_000_000)], Path(sys.argv[1])):
+        print("finished", record["spec"]["steps"], flush=True)
+"""
+
+
+def test_an_interruption_loses_only_the_run_in_progress(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "records")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "finished 3\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert len(list((tmp_path / "records").iterdir())) == 1
+    assert records.read(tmp_path / "records", Spec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50))

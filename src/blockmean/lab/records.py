@@ -5,30 +5,34 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from blockmean.lab.train import Spec, run
+from blockmean.lab.train import Record, Spec, run
 
-Record = dict[str, Any]
+REQUIRED = {"spec", "environment", "epochs", "diverged_at", "train_loss", "test_loss", "test_error", "seconds"}
+
+_steps_made: Any = None  # in a worker: the counter that it shares with the others and the main process
 
 
 def read(folder: Path, spec: Spec) -> Record | None:
-    """The record of a spec, or None where there is none that can be used."""
+    """The record of a spec, or None where there is none that can be used; one that cannot be used is named."""
     path = folder / f"{spec.key}.json"
     if not path.exists():
         return None
     try:
         record: Record = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        print(f"{path} is not valid JSON ({error}); the run is made again.", file=sys.stderr)
-        return None
-    if record.get("spec") != json.loads(json.dumps(asdict(spec))):
-        print(f"{path} belongs to another run; the run is made again.", file=sys.stderr)
+        if not isinstance(record, dict) or not record.keys() >= REQUIRED:
+            raise ValueError("it is not the record of a run")
+        if record["spec"] != json.loads(json.dumps(asdict(spec))):
+            raise ValueError("it belongs to another run")
+    except ValueError as error:  # broken JSON and broken UTF-8 are ValueErrors too
+        print(f"{path} cannot be used ({error}); the run is made again.", file=sys.stderr)
         return None
     return record
 
@@ -38,26 +42,73 @@ def write(folder: Path, spec: Spec, record: Record) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{spec.key}.json"
     unfinished = path.with_suffix(f".{os.getpid()}.part")
-    unfinished.write_text(json.dumps(record) + "\n")
+    unfinished.write_text(json.dumps(record, allow_nan=False) + "\n")
     unfinished.replace(path)
 
 
-def run_all(specs: Sequence[Spec], folder: Path, data_dir: Path | None = None, jobs: int = 1) -> Iterator[Record]:
-    """The records of all specs, as they become ready: those on disk first, then new ones, `jobs` at a time."""
-    missing = []
+def run_all(
+    specs: Sequence[Spec],
+    folder: Path,
+    data_dir: Path | None = None,
+    jobs: int = 1,
+    on_steps: Callable[[int], None] | None = None,
+) -> Iterator[Record]:
+    """The records of all specs, as they become ready: those on disk first, then new ones, `jobs` at a time.
+
+    `on_steps` is told twice a second how many training steps lie behind, those of records on disk included.
+    """
+    missing: list[Spec] = []
+    behind = 0
     for spec in dict.fromkeys(specs):
         record = read(folder, spec)
         if record is None:
             missing.append(spec)
         else:
+            behind += spec.steps
             yield record
+    if on_steps is not None:
+        on_steps(behind)
+    if not missing:
+        return
     # Processes are started anew, not forked: torch's threads do not survive a fork.
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("q", behind)
+    pool = ProcessPoolExecutor(min(jobs, len(missing)), context, initializer=_begin, initargs=(counter,))
     try:
-        futures = {pool.submit(run, spec, data_dir): spec for spec in missing}
-        for future in as_completed(futures):
-            record = future.result()
-            write(folder, futures[future], record)
-            yield record
+        futures: dict[Future[Record], Spec] = {pool.submit(_run, spec, data_dir): spec for spec in missing}
+        while futures:
+            ready, _ = wait(futures, timeout=0.5, return_when=FIRST_COMPLETED)
+            if on_steps is not None:
+                on_steps(counter.value)
+            for future in ready:
+                record = future.result()
+                write(folder, futures.pop(future), record)
+                yield record
+    except BaseException:  # Ctrl-C too: what is finished is written, and nobody waits for the runs in progress
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)  # after an error or an interruption only runs in progress are lost
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(counter: Any) -> None:
+    """Prepare a worker: Ctrl-C reaches it too, but it is the main process that decides."""
+    global _steps_made
+    _steps_made = counter
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _run(spec: Spec, data_dir: Path | None) -> Record:
+    made = 0
+
+    def count(step: int, loss: float) -> None:
+        nonlocal made
+        made += 1
+        with _steps_made.get_lock():
+            _steps_made.value += 1
+
+    record = run(spec, data_dir, count)
+    with _steps_made.get_lock():
+        _steps_made.value += spec.steps - made  # a run that diverged has made all the steps it ever will
+    return record
