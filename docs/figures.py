@@ -1,4 +1,4 @@
-"""Draw every picture of docs/img/ again: `make docs`. Measurements come from records, never from a run."""
+"""Draw every picture of docs/img/ again: `make docs`. Timings come from records, never from a run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import figures_curvature
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from blockmean.lab.paper import PARTS
+from blockmean.lab.paper import PARTS, Setting
 from blockmean.lab.paper.outcome import save
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +49,8 @@ def algebra_cost(record: dict[str, Any], out: Path) -> list[Path]:
         ax.grid(alpha=0.3)
     figure.suptitle("M$^{-1/2}$v, root included: median and quartiles, one thread, float32", fontsize=11)
     figure.legend(*time_d.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
-    return save(figure, out / "algebra_cost")
+    picture = save(figure, out / "algebra_cost")
+    return [picture.svg, picture.png]
 
 
 def _draw(ax: Axes, points: list[dict[str, Any]], against: str, what: str, name: str) -> None:
@@ -69,11 +71,13 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        pictures = [path for name in ("fig2", "fig3") for path in PARTS[name](out).pictures]
+        setting = Setting(out, out / "records")
+        pictures = [picture.svg for name in ("fig2", "fig3") for picture in PARTS[name](setting).pictures]
         pictures += algebra_cost(json.loads(RECORD.read_text()), out)
         for picture in pictures:
             if picture.suffix == ".svg":
                 print(shutil.copy(picture, IMAGES))
+    print(*figures_curvature.draw(IMAGES), sep="\n")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import json
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import blockmean
 from blockmean import cli
 from blockmean.lab import paper
-from blockmean.lab.paper import PARTS, Claim, Outcome
+from blockmean.lab.paper import PARTS, Claim, Outcome, Setting, Verdict
 
 run = CliRunner().invoke
 
@@ -33,53 +33,127 @@ def test_without_a_command_it_shows_help():
 def test_list_names_every_part():
     result = run(cli.app, ["reproduce", "--list"])
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.output.splitlines()] == list(PARTS)
-
-
-def test_all_parts_hold_and_write_their_pictures(tmp_path: Path):
-    result = run(cli.app, ["reproduce", "--out", str(tmp_path / "new")], env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    assert "NO" not in result.output
-    assert "Theorem 2" in result.output
-    for name in ("fig2", "fig3"):
-        assert (tmp_path / "new" / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-        assert ET.parse(tmp_path / "new" / f"{name}.svg").getroot().tag.endswith("svg")
-        assert f"{name}.svg" in result.output
+    lines = result.output.splitlines()
+    assert [line.split()[0] for line in lines] == list(PARTS)
+    assert all(len(line.split()) > 3 for line in lines)  # each says what it is
 
 
 def test_only_the_parts_that_are_asked_for(tmp_path: Path):
-    result = run(cli.app, ["reproduce", "theorems", "--out", str(tmp_path)])
-    assert result.exit_code == 0
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_theorems_are_all_there_with_small_errors(tmp_path: Path):
-    claims = PARTS["theorems"](tmp_path).claims
-    names = [claim.claim.partition(":")[0] for claim in claims]
-    assert names == ["Proposition 1", "Theorem 1", "Lemma 1", "Theorem 2", "any f", "any f", "eigenvalues"]
-    assert all(claim.holds for claim in claims)
-    assert ["as printed" in claim.measured for claim in claims[:4]] == [False, True, True, True]
+    result = run(cli.app, ["reproduce", "theorems", "fig2", "--out", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "Theorem 2" in result.output
+    assert {path.name for path in tmp_path.iterdir()} == {"fig2.svg", "fig2.png", "report.html"}
+    assert f"report: {tmp_path / 'report.html'}" in result.output
 
 
 def test_pictures_are_the_same_bytes_every_time(tmp_path: Path):
-    first, second = (PARTS["fig3"](tmp_path / name).pictures for name in "ab")
-    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    first, second = (PARTS["fig3"](Setting(tmp_path / name, tmp_path)).pictures for name in "ab")
+    assert [picture.svg.read_bytes() for picture in first] == [picture.svg.read_bytes() for picture in second]
 
 
-def test_a_claim_that_does_not_hold_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    wrong = Outcome([Claim("two is three", "2", True), Claim("one is two", "1", False)], [])
-    monkeypatch.setattr(paper, "PARTS", {"wrong": lambda out: wrong})
-    result = run(cli.app, ["reproduce", "--out", str(tmp_path)])
-    assert result.exit_code == 1
-    assert "NO" in result.output
-    assert "one is two" in result.output
+def outcome(verdict: Verdict, exact: bool) -> Outcome:
+    return Outcome([Claim("two is two", "2", Verdict.HOLDS, exact=True), Claim("one is two", "1", verdict, exact)])
 
 
-def test_an_unknown_part_lists_the_parts(tmp_path: Path):
-    result = run(cli.app, ["reproduce", "fig9", "--out", str(tmp_path)])
+@pytest.mark.parametrize(
+    ("verdict", "exact", "code"),
+    [(Verdict.FAILS, True, 1), (Verdict.FAILS, False, 0), (Verdict.NOISE, False, 0), (Verdict.UNKNOWN, False, 0)],
+)
+def test_only_mathematics_that_fails_gives_exit_code_1(
+    verdict: Verdict, exact: bool, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(paper, "PARTS", {"part": lambda setting: outcome(verdict, exact)})
+    result = run(cli.app, ["report", "--out", str(tmp_path)])
+    assert result.exit_code == code
+    assert str(verdict) in result.output
+
+
+def test_a_part_whose_data_is_missing_does_not_withhold_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def without_data(setting: Setting) -> Outcome:
+        raise FileNotFoundError("mnist is not here")
+
+    monkeypatch.setattr(paper, "PARTS", {"a": without_data, "b": lambda setting: outcome(Verdict.NOISE, False)})
+    result = run(cli.app, ["report", "--out", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "a is not in the report: mnist is not here" in result.output
+    assert "mnist is not here" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("command", ["reproduce", "report"])
+def test_an_unknown_part_or_profile_lists_what_there_is(command: str, tmp_path: Path):
+    result = run(cli.app, [command, "fig9", "--out", str(tmp_path)], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert "there is no part fig9" in result.output
     assert all(name in result.output for name in PARTS)
+    result = run(cli.app, [command, "fig5", "--profile", "slow", "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "must be one of quick, paper" in result.output
+
+
+def test_the_full_study_without_data_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("BLOCKMEAN_DATA", raising=False)
+    monkeypatch.setenv("BLOCKMEAN_CACHE", str(tmp_path))
+    command = ["reproduce", "fig5", "--profile", "paper", "--jobs", "1", "--out", str(tmp_path)]
+    result = run(cli.app, command, env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "--data-dir" in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.slow  # a study with 64 short runs
+def test_the_quick_profile_from_nothing_to_the_report_and_again_from_records(tmp_path: Path):
+    out = tmp_path / "out"
+    command = ["reproduce", "fig5", "--seeds", "2", "--epochs", "1", "--out", str(out)]
+    result = run(cli.app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    records = list((out / "records" / "digits-small").glob("*.json"))
+    assert len(records) == 8 * (5 + 2)
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/svg+xml") >= 2
+    assert "MNIST, 4,000 digits, small model: AdaGrad-BMA reaches a smaller training loss than diag" in page
+
+    records[0].write_text("{")
+    again = run(cli.app, command, env={"COLUMNS": "200"})
+    assert again.exit_code == 0, again.output
+    assert json.loads(records[0].read_text())["spec"]["dataset"] == "digits"
+    (out / "report.html").unlink()
+    only_report = run(cli.app, ["report", "fig5", "--seeds", "2", "--epochs", "1", "--out", str(out)])
+    assert only_report.exit_code == 0
+    assert (out / "report.html").exists()
+
+
+def test_train_shows_how_it_goes_and_leaves_a_plot_and_a_record(tmp_path: Path):
+    command = ["train", "--epochs", "1", "--option", "variant=weighted", "--option", "eps=1e-8", "--out", str(tmp_path)]
+    result = run(cli.app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "test error" in result.output
+    (record,) = tmp_path.glob("*.json")
+    assert json.loads(record.read_text())["spec"]["options"] == {"variant": "weighted", "eps": 1e-8}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png", ".svg"}
+
+
+def test_train_says_that_a_run_diverged(tmp_path: Path):
+    command = ["train", "--model", "mlp", "--optimizer", "SGD", "--lr", "1e30", "--epochs", "1", "--out", str(tmp_path)]
+    result = run(cli.app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "Diverged at step" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--option", "variant"], "--option must look like key=value. Got 'variant'"),
+        (["--option", "variant=best"], "variant"),
+        (["--option", "speed=3"], "speed"),
+        (["--optimizer", "Lion"], "optimizer must be one of"),
+        (["--dataset", "imagenet"], "dataset must be one of"),
+        (["--batch", "5000"], "A batch of 5000 cannot be drawn from 4000 images"),
+    ],
+)
+def test_train_names_what_is_wrong(arguments: list[str], message: str, tmp_path: Path):
+    result = run(cli.app, ["train", *arguments, "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert message in result.output
 
 
 def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +170,8 @@ def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_typer_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     without("typer", monkeypatch)
-    monkeypatch.delitem(sys.modules, "blockmean.cli")
+    for name in [name for name in sys.modules if name.startswith("blockmean.cli")]:
+        monkeypatch.delitem(sys.modules, name)
     with pytest.raises(SystemExit, match=r"needs typer: pip install 'blockmean\[lab\]'"):
         importlib.import_module("blockmean.cli")
 
@@ -114,5 +189,5 @@ def test_as_a_user_calls_it(tmp_path: Path):
     command = [str(Path(sys.executable).parent / "blockmean"), "reproduce", "fig2", "--out", "pictures"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "pictures/fig2.png" in result.stdout
+    assert "pictures/report.html" in result.stdout
     assert (tmp_path / "pictures" / "fig2.png").stat().st_size > 1000

@@ -7,6 +7,7 @@ sample counts alike, whatever the sizes of the batches.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -24,7 +25,7 @@ from blockmean._cut import By
 from blockmean.partition import Partition
 
 LossFn = Callable[[Any, Any], Tensor]
-Data = tuple[Tensor, Tensor] | Iterable[Any]
+Data = tuple[Any, Tensor] | Iterable[Any]
 Params = Collection[str] | Callable[[str, Tensor], bool]
 Tensors = dict[str, Tensor]
 
@@ -47,6 +48,12 @@ class Chunk(NamedTuple):
 
     def split(self, size: int) -> Iterator[Chunk]:
         return (self.part(start, start + size) for start in range(0, self.size, size))
+
+    def spread(self, count: int) -> Chunk:
+        """Some samples from all over the chunk; a lone one twice."""
+        picked = torch.arange(count) * self.size // count
+        inputs, targets = tree_map(lambda x: x[picked.to(x.device)], (self.inputs, self.targets))
+        return Chunk(inputs, targets, count, self.start)
 
 
 class Problem:
@@ -73,9 +80,8 @@ class Problem:
         self.partition = _partition_of(owner, self.params, partition)
         for name, module in model.named_modules():
             self._refuse_coupling(name, module)
-        # Copies of the buffers, so that a module that writes to its own does not change the model.
         self._fixed = {name: p.detach() for name, p in model.named_parameters() if name not in self.params}
-        self._fixed |= {name: b.detach().clone() for name, b in model.named_buffers()}
+        self._buffers = {name: b.detach() for name, b in model.named_buffers()}
         tensors = list(self.params.values())
         self.device = tensors[0].device
         self.dtype = torch.float32
@@ -85,14 +91,12 @@ class Problem:
         fit = ROW_BYTES // (self.partition.num_entries * self.dtype.itemsize)
         self.rows_per_pass = chunk_size or max(1, min(LARGEST_PASS, fit))
         self.samples_per_pass = chunk_size or LARGEST_PASS
-        # torch.vmap fails in nn.LSTM and nn.GRU, which write into unbatched tensors.
-        self._vectorised = not any(isinstance(module, nn.RNNBase) for module in model.modules())
+        # torch.vmap fails in nn.LSTM, nn.GRU and their cells, which write into unbatched tensors.
+        self._vectorised = not any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules())
         self.samples = 0  # N, as far as the data has been walked
         self.generator = generator or torch.Generator().manual_seed(0)
         self._may_be_random = generator is not None
         self.is_random: bool | None = None  # whether the model draws random numbers; not known before the first batch
-        self.output_shape: tuple[int, ...] | None = None  # of one sample, if outputs are a tensor; from the first batch
-        self._checked_reduction = False
         self._seed = 0
 
     # ---------------------------------------------------------------- the functions that are differentiated
@@ -101,7 +105,9 @@ class Problem:
         """The model with other parameters on a batch: a tensor, a tuple of arguments or a dict of keyword arguments."""
         args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
         kwargs = inputs if isinstance(inputs, dict) else {}
-        return functional_call(self.model, {**self._fixed, **params}, args, kwargs)
+        # Copies of the buffers, made where torch.func sees them, for a module that writes to its own.
+        buffers = {name: b.clone() for name, b in self._buffers.items()}
+        return functional_call(self.model, {**self._fixed, **buffers, **params}, args, kwargs)
 
     def sample_loss(self, params: Tensors, inputs: Any, targets: Any) -> Tensor:
         """ℓ_n of a single sample, given without its batch dimension."""
@@ -111,6 +117,12 @@ class Problem:
         """Σ ℓ_n over a chunk, from the outputs of the model."""
         loss = self.loss_fn(outputs, chunk.targets)
         return loss * chunk.size if self.reduction == "mean" else loss
+
+    def evaluate(self, chunk: Chunk) -> Any:
+        """The outputs of a chunk, whose loss is finite."""
+        outputs = self.output(self.params, chunk.inputs)
+        self.refuse_nonfinite(self.loss_fn(outputs, chunk.targets), "the loss", chunk)
+        return outputs
 
     @property
     def weight(self) -> float:
@@ -192,8 +204,10 @@ class Problem:
 
     def chunks(self, data: Data, size: int) -> Iterator[Chunk]:
         """The data, at most `size` samples at a time, checked and counted."""
-        for batch in self._batches(data):
-            self._check(batch.part(0, min(max(2, size), LARGEST_CHECK)))
+        for number, batch in enumerate(self._batches(data), start=1):
+            # Not all batches, for that takes time; not the first alone, for data may be sorted.
+            if number & (number - 1) == 0:
+                self._check(batch.spread(max(2, min(size, LARGEST_CHECK, batch.size))))
             for chunk in batch.split(size):
                 self.samples = chunk.start + chunk.size
                 self._seed = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
@@ -227,7 +241,7 @@ class Problem:
             )
 
     def _batches(self, data: Data) -> Iterator[Chunk]:
-        pair = isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(x, Tensor) for x in data)
+        pair = isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor)
         wanted = "a pair of tensors or an iterable of (inputs, targets)"
         iterable = isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping | str)
         require(iterable, "data", self.owner, wanted, type(data), TypeError)
@@ -239,7 +253,8 @@ class Problem:
             inputs = tuple(inputs) if isinstance(inputs, list) else inputs
             leaves = tree_leaves((inputs, targets))
             tensors = all(isinstance(x, Tensor) and x.ndim > 0 for x in leaves)
-            require(tensors, "data", self.owner, "tensors with the samples along dim 0", batch, TypeError)
+            got = [f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
+            require(tensors, "data", self.owner, "tensors with the samples along dim 0", got, TypeError)
             sizes = {len(x) for x in leaves}
             same = "as long in inputs as in targets"
             require(len(sizes) == 1, "data", self.owner, same, f"lengths {sorted(sizes)}")
@@ -258,11 +273,9 @@ class Problem:
             )
 
     def _check(self, chunk: Chunk) -> None:
-        """On the first batches: is the loss a finite number, is the model random, does `reduction` tell the truth?"""
-        if self._checked_reduction:
-            return
+        """On some samples: is the loss a number, is the model random, does `reduction` tell the truth?"""
         before = self._random_state()
-        whole = self._loss(chunk)
+        outputs = self.output(self.params, chunk.inputs)
         if self.is_random is None:
             self.is_random = not torch.equal(before, self._random_state())
             if self.is_random and not self._may_be_random:
@@ -270,22 +283,22 @@ class Problem:
                     f"{self.owner}: the model draws random numbers (dropout in training mode?). Call model.eval() "
                     "first, or pass a generator to take the curvature with random masks."
                 )
-        if self.is_random:
-            self._checked_reduction = True  # two evaluations differ anyhow
-        elif chunk.size > 1:
-            self._checked_reduction = True
-            half = chunk.size // 2
-            parts = chunk.part(0, half), chunk.part(half, chunk.size)
-            self._refuse_contradiction(whole, *((self._loss(part), part.size) for part in parts))
+        whole, half = self._loss(outputs, chunk.targets), chunk.size // 2
+        if self.is_random and not all(isinstance(x, Tensor) and x.ndim > 0 for x in tree_leaves(outputs)):
+            return  # outputs that cannot be cut, and would not be the same again
+        losses = []
+        for start, stop in ((0, half), (half, chunk.size)):
+            part = chunk.part(start, stop)
+            own = tree_map(lambda x: x[start:stop], outputs) if self.is_random else self.output(self.params, part.inputs)
+            losses.append((self._loss(own, part.targets), part.size))
+        if math.isfinite(whole):  # or the chunk that has it is told later
+            self._refuse_contradiction(whole, *losses)
 
-    def _loss(self, chunk: Chunk) -> float:
-        outputs = self.output(self.params, chunk.inputs)
-        self.output_shape = tuple(outputs.shape[1:]) if isinstance(outputs, Tensor) else None
-        loss = self.loss_fn(outputs, chunk.targets)
+    def _loss(self, outputs: Any, targets: Any) -> float:
+        loss = self.loss_fn(outputs, targets)
         scalar = isinstance(loss, Tensor) and loss.numel() == 1 and loss.ndim == 0
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss)
         require(scalar, "loss_fn", self.owner, "one that returns a scalar tensor (reduction 'mean' or 'sum')", got)
-        self.refuse_nonfinite(loss, "the loss", chunk)
         return float(loss)
 
     def _refuse_contradiction(self, whole: float, first: tuple[float, int], second: tuple[float, int]) -> None:
@@ -342,10 +355,11 @@ def _chosen(owner: str, model: nn.Module, params: Params | None) -> Tensors:
         chosen = {name for name, p in named.items() if params(name, p)}
         require(bool(chosen), "params", owner, "true for at least one parameter", f"none of {list(named)}")
     else:
+        params = params if isinstance(params, str) else list(params)
         require(not isinstance(params, str), "params", owner, "a collection of names or a predicate", params, TypeError)
         first = {id(p): name for name, p in named.items()}
         aliases = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-        unknown = [name for name in params if name not in aliases]
+        unknown = [name if isinstance(name, str) else type(name).__name__ for name in params if name not in aliases]
         require(not unknown, "params", owner, "names out of model.named_parameters()", unknown)
         chosen = {aliases[name] for name in params}
         require(bool(chosen), "params", owner, "at least one name", [])

@@ -30,6 +30,7 @@ class RowSums:
         self._root = working(problem.partition.sizes.to(problem.device)).sqrt()
         self.A, self.lam = torch.diag_embed(zeros), zeros.clone()
         self._squares = zeros.clone()  # Σ of squared deviations of draws, as `error` wants them
+        self._drawn = zeros.clone()  # the part of λ that was drawn
         self._single_draws = 0
 
     def add(self, rows: Tensor, signs: Tensor | None = None, weight: float = 1.0) -> Tensor:
@@ -48,6 +49,7 @@ class RowSums:
         inside = self.add(rows.flatten(0, 1), signs.flatten(), 1 / k).view(n, k, -1)
         spread = inside - inside.mean(1, keepdim=True) if k > 1 else inside
         self._squares += spread.square().sum((0, 1)) / (k * max(k - 1, 1))
+        self._drawn += inside.mean(1).sum(0)
         self._single_draws += n if k == 1 else 0
         return inside
 
@@ -62,7 +64,7 @@ class RowSums:
             return self._squares.sqrt()
         if n == 1:
             return torch.full_like(self._squares, torch.nan)
-        return ((self._squares - self.lam.square() / n).clamp(min=0) * n / (n - 1)).sqrt()
+        return ((self._squares - self._drawn.square() / n).clamp(min=0) * n / (n - 1)).sqrt()
 
 
 def pull_back(

@@ -52,26 +52,26 @@ class Study:
         return [spec for arm in self.arms for spec in self.specs(arm, self.rates, self.tuning)]
 
     def tuned(self, folder: Path) -> dict[str, dict[float, float]]:
-        """Per arm and rate the mean training loss of the last epoch, infinite where a run diverged or is missing."""
-        return {
-            arm: {
-                rate: _mean_loss([read(folder, s) for s in self.specs(arm, [rate], self.tuning)]) for rate in self.rates
-            }
-            for arm in self.arms
-        }
+        """Per arm and rate the mean training loss of the last epoch, infinite where a run diverged.
+
+        Arms that miss a run are left out: the best of some rates is not the best of all.
+        """
+        tuned: dict[str, dict[float, float]] = {}
+        for arm in self.arms:
+            runs = {rate: found(folder, self.specs(arm, [rate], self.tuning)) for rate in self.rates}
+            if all(len(records) == len(self.tuning.seeds) for records in runs.values()):
+                tuned[arm] = {rate: statistics.mean(map(last_loss, records)) for rate, records in runs.items()}
+        return tuned
 
     def best_rates(self, folder: Path) -> dict[str, float]:
-        """The learning rate of each arm with the smallest training loss."""
+        """The learning rate of each arm with the smallest training loss, once all its tuning runs are there."""
         return {arm: min(losses, key=losses.__getitem__) for arm, losses in self.tuned(folder).items()}
 
-    def final_specs(self, folder: Path) -> dict[str, list[Spec]]:
-        """Per arm the runs at its best rate, one for each fresh seed; known once the tuning runs are there."""
-        return {arm: self.specs(arm, [rate], self.final) for arm, rate in self.best_rates(folder).items()}
-
-    def final_records(self, folder: Path) -> dict[str, list[Record]]:
-        """What these runs gave, as far as they are there."""
-        found = {arm: [read(folder, spec) for spec in specs] for arm, specs in self.final_specs(folder).items()}
-        return {arm: [record for record in records if record is not None] for arm, records in found.items()}
+    def results(self, folder: Path) -> dict[str, list[Record]]:
+        """Per arm the records of its best rate, as far as they are there, in the order of the seeds."""
+        best = self.best_rates(folder)
+        runs = {arm: found(folder, self.specs(arm, [rate], self.final)) for arm, rate in best.items()}
+        return {arm: records for arm, records in runs.items() if records}
 
     def total_steps(self) -> int:
         """Training steps of the whole study."""
@@ -87,14 +87,20 @@ class Study:
         for _ in run_all(tuning, folder, data_dir, jobs, on_steps):
             pass
         behind = sum(spec.steps for spec in tuning)
-        final = [spec for specs in self.final_specs(folder).values() for spec in specs]
+        best = self.best_rates(folder)
+        final = [spec for arm, rate in best.items() for spec in self.specs(arm, [rate], self.final)]
         for _ in run_all(final, folder, data_dir, jobs, lambda steps: on_steps(behind + steps)):
             pass
 
 
-def _mean_loss(records: Sequence[Record | None]) -> float:
-    losses = [math.inf if r is None or r["diverged_at"] is not None else r["epochs"][-1]["train_loss"] for r in records]
-    return statistics.mean(losses)
+def found(folder: Path, specs: Sequence[Spec]) -> list[Record]:
+    """The records of those specs that have one."""
+    return [record for record in (read(folder, spec) for spec in specs) if record is not None]
+
+
+def last_loss(record: Record) -> float:
+    """Mean training loss of the last epoch, over its batches as they came; infinite for a run that diverged."""
+    return math.inf if record["diverged_at"] is not None else float(record["epochs"][-1]["train_loss"])
 
 
 class Interval(NamedTuple):
@@ -103,17 +109,22 @@ class Interval(NamedTuple):
     mean: float
     half_width: float
 
-    @property
-    def excludes_zero(self) -> bool:
-        return abs(self.mean) > self.half_width
-
     def __str__(self) -> str:
-        return f"{self.mean:+.4g} ± {self.half_width:.2g}"
+        # Two digits of the half width, and the mean as far as these; rounding errors are not worth showing.
+        decimals = min(max(0, 1 - math.floor(math.log10(max(self.half_width, 1e-5)))), 5)
+        return f"{self.mean:+.{decimals}f} ± {self.half_width:.{decimals}f}".replace("-", "−")
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """The mean difference between runs with equal seeds, by Student's t; one pair alone has no finite interval."""
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    n = len(differences)
-    half = float(student.ppf(0.975, n - 1)) * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
-    return Interval(statistics.mean(differences), half)
+def paired(ours: Sequence[Record], theirs: Sequence[Record], value: Callable[[Record], float]) -> Interval | None:
+    """Mean difference of a value between runs with equal seeds, by Student's t. None where fewer than two pair up."""
+    others = {record["spec"]["seed"]: value(record) for record in theirs}
+    return interval([value(run) - others[run["spec"]["seed"]] for run in ours if run["spec"]["seed"] in others])
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """Their mean with its 95% interval; None for fewer than two, or where one is not finite."""
+    n = len(values)
+    if n < 2 or not all(map(math.isfinite, values)):
+        return None
+    half = float(student.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n)
+    return Interval(statistics.mean(values), half)

@@ -38,6 +38,8 @@ TRAINING_IMAGES = {"digits": 4_000, "mnist": 60_000, "cifar10": 50_000}
 
 def steps_per_epoch(dataset: str, batch: int) -> int:
     """Full batches in one pass over the training images; what fills no batch is left out."""
+    if dataset not in TRAINING_IMAGES:
+        raise ValueError(f"dataset must be one of {', '.join(TRAINING_IMAGES)}. Got {dataset!r} instead.")
     return TRAINING_IMAGES[dataset] // batch
 
 
@@ -85,7 +87,10 @@ def run(spec: Spec, data_dir: Path | None = None, on_step: Callable[[int, float]
     # Convolutions with few channels are half as fast again when the channels of a pixel lie side by side.
     model: nn.Module = MODELS[spec.model]((channels, height, width))
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own stubs lack it
-    optimizer = OPTIMIZERS[spec.optimizer](model.parameters(), lr=spec.lr, **spec.options)
+    try:
+        optimizer = OPTIMIZERS[spec.optimizer](model.parameters(), lr=spec.lr, **spec.options)
+    except TypeError as error:  # an option that it does not know
+        raise ValueError(f"{spec.optimizer} cannot be made with {spec.options}: {error}") from error
     per_epoch = len(images.train) // spec.batch
 
     epochs: list[dict[str, float | None]] = []

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from matplotlib.figure import Figure
 
 from blockmean import BlockMean, Partition, plot
-from blockmean.lab.paper.outcome import Claim, Outcome, save
+from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Verdict, save
 
 
-def fig2(out: Path) -> Outcome:
-    """Draw Λ, Λ̄, B and B̄ for the partition vector s = (2, 5, 3), to one scale of cells and colours."""
+def fig2(setting: Setting) -> Outcome:
+    """Λ, Λ̄, B and B̄ for the partition vector s = (2, 5, 3), to one scale of cells and colours."""
     partition = Partition.from_sizes([2, 5, 3])
     lam = torch.tensor([0.5, -0.4, 1.0])
     B = torch.tensor([[0.8, -0.7, -0.3], [0.2, 0.5, 0.9], [-0.5, -1.0, 0.3]])
@@ -32,5 +30,11 @@ def fig2(out: Path) -> Outcome:
 
     repeats = torch.equal(full, torch.repeat_interleave(B, partition.sizes, 0).repeat_interleave(partition.sizes, 1))
     repeats &= torch.equal(diagonal, torch.diag(torch.repeat_interleave(lam, partition.sizes)))
-    claim = Claim("Definitions 1 and 2: Λ̄ and B̄ repeat λ_i and b_ij over the blocks", "all 200 entries", repeats)
-    return Outcome([claim], save(figure, out / "fig2"))
+    claim = Claim(
+        "Definitions 1 and 2: Λ̄ and B̄ repeat λ_i and b_ij over the blocks",
+        "all 200 entries",
+        Verdict.of(repeats),
+        exact=True,
+    )
+    caption = "Expansion matrices of a diagonal matrix Λ and a full matrix B for the partition vector s = (2, 5, 3)."
+    return Outcome([claim], [save(figure, setting.out / "fig2", caption)])

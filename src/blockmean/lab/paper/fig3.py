@@ -1,21 +1,22 @@
-"""Figure 3: a matrix and its block mean approximation."""
+"""Figure 3: a matrix and its block mean approximation, and beside it other approximations."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from blockmean import BlockMean, Partition, plot
-from blockmean.lab.paper.outcome import Claim, Outcome, save
+from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Verdict, save
+from blockmean.lab.paper.related_work import related_work
 
 
-def fig3(out: Path) -> Outcome:
-    """Draw the second moments of made-up gradients, their block mean approximation, and what it leaves out.
+def fig3(setting: Setting) -> Outcome:
+    """A matrix and its block mean; error against storage of block mean, diagonal, block diagonal and low rank.
 
-    Every gradient has one value per block, correlated between blocks and rising inside each, and noise on top. The
-    block mean keeps what blocks have in common and averages the rest.
+    The matrix holds the second moments of made-up gradients. Every gradient has one value per block, correlated between
+    blocks and rising inside each, and noise on top. The block mean keeps what blocks have in common and averages the
+    rest.
     """
     random = torch.Generator().manual_seed(0)
     partition = Partition.from_sizes([6, 14, 9, 4, 15])
@@ -32,7 +33,7 @@ def fig3(out: Path) -> Outcome:
     diagonal_error = float((M - torch.diag(M.diagonal())).norm() / M.norm())
     L, d = partition.num_blocks, partition.num_entries
     figure = Figure(figsize=(9.6, 3.3), layout="constrained")
-    panels: list[tuple[torch.Tensor | BlockMean, str]] = [
+    panels: list[tuple[Tensor | BlockMean, str]] = [
         (M, f"M: {d}×{d} = {d * d:,} numbers"),
         (approximation, f"block mean: {L} + {L}×{L} = {L + L * L} numbers"),
         (left_out, f"difference: {error:.1%} of ‖M‖"),
@@ -44,12 +45,16 @@ def fig3(out: Path) -> Outcome:
         Claim(
             f"Figure 3: the block mean ({L + L * L} numbers) is nearer to M than its diagonal ({d} numbers)",
             f"relative error {error:.3f} against {diagonal_error:.3f}",
-            error < diagonal_error,
+            Verdict.of(error < diagonal_error),
         ),
         Claim(
             "Proposition 1 is an orthogonal projection: error² + kept² = 1",
             f"differs by {error**2 + kept**2 - 1:+.1e}",
-            abs(error**2 + kept**2 - 1) < 1e-5,  # float32
+            Verdict.of(abs(error**2 + kept**2 - 1) < 1e-5),  # float32
+            exact=True,
         ),
     ]
-    return Outcome(claims, save(figure, out / "fig3"))
+    caption = f"A matrix, its block mean approximation ({L + L * L} numbers for {d * d:,}) and the difference."
+    beside = related_work(setting)
+    pictures = [save(figure, setting.out / "fig3", caption), *beside.pictures]
+    return Outcome([*claims, *beside.claims], pictures, beside.tables, beside.notes)

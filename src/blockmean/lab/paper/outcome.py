@@ -1,7 +1,9 @@
-"""What reproducing one part of the paper gives: claims that were checked, and pictures that were written."""
+"""What reproducing one part of the paper takes and gives: a setting goes in, claims, pictures and tables come out."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,27 +11,87 @@ import matplotlib
 from matplotlib.figure import Figure
 
 
+class Verdict(StrEnum):
+    """What became of a claim."""
+
+    HOLDS = "holds"
+    FAILS = "does not hold"
+    NOISE = "within noise"
+    UNKNOWN = "not run"
+
+    @classmethod
+    def of(cls, holds: bool) -> Verdict:
+        """For claims that are either true or not."""
+        return cls.HOLDS if holds else cls.FAILS
+
+
 class Claim(NamedTuple):
-    """One statement of the paper, what was measured for it, and whether it holds."""
+    """One statement of the paper, what was measured for it, and the verdict.
+
+    An exact claim is mathematics: if it does not hold, the software is wrong. Any other is a finding, either way.
+    """
 
     claim: str
     measured: str
-    holds: bool
+    verdict: Verdict
+    exact: bool = False
 
 
-class Outcome(NamedTuple):
-    """The claims and the pictures of one part."""
+class Picture(NamedTuple):
+    """A figure on disk, as `path`.svg and `path`.png, and what it shows."""
 
-    claims: list[Claim]
-    pictures: list[Path]
+    path: Path
+    caption: str
+
+    @property
+    def svg(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.svg")
+
+    @property
+    def png(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.png")
 
 
-def save(figure: Figure, path: Path) -> list[Path]:
+class Table(NamedTuple):
+    """A table as text, cell by cell."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The findings of one part. Notes say what a reader must know to trust them."""
+
+    claims: list[Claim] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how much."""
+
+    out: Path
+    """The folder for pictures."""
+    records: Path
+    """The folder with one subfolder of records per study; measurements that take long are kept here too."""
+    profile: str = "quick"
+    data_dir: Path | None = None
+    seeds: int | None = None
+    epochs: int | None = None
+    published: Path | None = None
+    """Records that come with the project, for studies that this profile does not run."""
+
+
+def save(figure: Figure, path: Path, caption: str = "") -> Picture:
     """Write a figure as `path`.svg and `path`.png, the same bytes for the same figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = [path.with_suffix(".svg"), path.with_suffix(".png")]
+    picture = Picture(path, caption)
     # matplotlib puts the date and random identifiers into an SVG unless told otherwise.
     with matplotlib.rc_context({"svg.hashsalt": path.name}):
-        figure.savefig(written[0], metadata={"Date": None}, dpi=200)
-    figure.savefig(written[1], dpi=150)
-    return written
+        figure.savefig(picture.svg, metadata={"Date": None}, dpi=200)
+    figure.savefig(picture.png, dpi=150)
+    return picture

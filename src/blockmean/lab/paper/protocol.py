@@ -32,30 +32,26 @@ OWN_ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-Arms = dict[str, dict[str, Any]]
-
-
 def studies(profile: str, seeds: int | None = None, epochs: int | None = None) -> list[Study]:
     """The studies of a profile, most important first.
 
     Args:
         profile: "quick" (the embedded digits) or "paper" (MNIST and CIFAR-10).
-        seeds: fresh seeds for the best rate of each arm, instead of the profile's.
+        seeds: how many fresh seeds for the best rate of each arm, instead of the profile's.
         epochs: epochs of these runs, instead of the profile's.
     """
 
-    def study(dataset: str, model: str, arms: Arms, tuning: Stage, final: Stage, suffix: str = "") -> Study:
-        name, flip = f"{dataset}-{model}{suffix}", dataset == "cifar10"
+    def study(dataset: str, model: str, arms: dict[str, dict[str, Any]], tuning: Stage, final: Stage) -> Study:
         final = Stage(final.seeds if seeds is None else tuple(range(seeds)), epochs or final.epochs)
-        return Study(name, dataset, model, arms, RATES, tuning, final, flip=flip)
+        return Study(f"{dataset}-{model}", dataset, model, arms, RATES, tuning, final, flip=dataset == "cifar10")
 
-    few, many = Stage((100, 101), epochs=3), Stage((0, 1, 2, 3, 4), epochs=20)
+    small = {**SMALL_ARMS, **OWN_ARMS}
     if profile == "quick":
-        return [study("digits", "small", {**SMALL_ARMS, **OWN_ARMS}, Stage((100,), 3), Stage((0, 1, 2), 6))]
+        return [study("digits", "small", small, Stage((100,), 3), Stage((0, 1, 2), 6))]
     if profile == "paper":
+        few, many = Stage((100, 101), epochs=3), Stage((0, 1, 2, 3, 4), epochs=20)
         return [
-            *(study(data, "small", SMALL_ARMS, few, many) for data in ("mnist", "cifar10")),
+            *(study(data, "small", small, few, many) for data in ("mnist", "cifar10")),
             *(study(data, "large", LARGE_ARMS, Stage((100,), 1), Stage((0, 1), 5)) for data in ("mnist", "cifar10")),
-            *(study(data, "small", OWN_ARMS, few, many, "-own") for data in ("mnist", "cifar10")),
         ]
     raise ValueError(f"profile must be one of quick, paper. Got {profile!r} instead.")

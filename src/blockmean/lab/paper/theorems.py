@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import scipy.linalg
 import torch
 from torch import Tensor
 
 from blockmean import BlockMean, Partition
-from blockmean.lab.paper.outcome import Claim, Outcome
+from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Verdict
 
 TOLERANCE = 1e-11
 """Relative error in float64: rounding times the condition number of M (14), and room for SciPy's roots."""
 
 
-def theorems(out: Path) -> Outcome:
+def theorems(setting: Setting) -> Outcome:
     """Check every theorem on a random partition, both the D that the paper prints and what the library computes.
 
     The partition has 12 interleaved blocks of 1 to 12 entries, M the block mean of a random positive definite matrix.
@@ -66,7 +64,7 @@ def theorems(out: Path) -> Outcome:
         _claim("any f: logarithm", torch.from_numpy(scipy.linalg.logm(dense.numpy())), M.apply(torch.log).to_dense()),
         _claim("eigenvalues: those of A, and λ_i on s_i − 1 directions", torch.linalg.eigvalsh(dense), eigenvalues),
     ]
-    return Outcome(claims, [])
+    return Outcome(claims)
 
 
 def _claim(claim: str, truth: Tensor, computed: Tensor, printed: Tensor | None = None) -> Claim:
@@ -74,7 +72,8 @@ def _claim(claim: str, truth: Tensor, computed: Tensor, printed: Tensor | None =
     errors = {"library": computed, "as printed": printed}
     found = {name: float((x - truth).norm() / truth.norm()) for name, x in errors.items() if x is not None}
     measured = ", ".join(f"{error:.0e} {name}" for name, error in found.items())
-    return Claim(claim, f"relative error {measured}", all(error <= TOLERANCE for error in found.values()))
+    holds = all(error <= TOLERANCE for error in found.values())
+    return Claim(claim, f"relative error {measured}", Verdict.of(holds), exact=True)
 
 
 def _power(M: Tensor, p: float) -> Tensor:

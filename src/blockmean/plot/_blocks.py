@@ -1,4 +1,4 @@
-"""Pictures of matrices and their blocks. matplotlib comes with the `lab` extra and is imported by the first picture."""
+"""A matrix as coloured cells, with the boundaries of its blocks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from torch import Tensor
 from blockmean._checks import require
 from blockmean.matrix import BlockMean
 from blockmean.partition import Partition
+from blockmean.plot._axes import FONT, LARGEST, LINE, cell_size, draw_lines, new_axes, with_room
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-LARGEST = 4096
-"""Rows above which no screen shows single cells any more, and a picture would only cost memory."""
-
-FONT = 8  # points
 
 
 def blocks(
@@ -59,16 +55,15 @@ def blocks(
     largest = float(values.nan_to_num(0, 0, 0).abs().max())
     vmax = vmax or largest or 1.0
 
-    ax = ax or _new_axes()
+    ax = ax or new_axes()
     image = ax.imshow(values.numpy(), cmap="RdBu_r", vmin=-vmax, vmax=vmax, extent=(0, d, d, 0))
     image.set_cmap(image.get_cmap().with_extremes(bad="gold"))
-    ax.apply_aspect()  # or the box is still that of an empty axes, which need not be square
-    cell = ax.get_window_extent().height / ax.figure.dpi * 72 / d  # points
+    cell = cell_size(ax, d)
     if grid or (grid is None and cell >= 6):
-        _draw_lines(ax, range(1, d), d, color="0.75", linewidth=0.5)
+        draw_lines(ax, range(1, d), d, color="0.75", linewidth=0.5)
     ends = partition.sizes.cumsum(0).tolist()
     # Lines may cover a twentieth of the picture at most, however many blocks there are.
-    _draw_lines(ax, [0, *ends], d, color="0.15", linewidth=min(1.0, 0.05 * cell * d / len(ends)))
+    draw_lines(ax, [0, *ends], d, color="0.15", linewidth=min(1.0, 0.05 * cell * d / len(ends)))
     _label(ax, partition, cell)
     if title is not None:
         ax.set_title(title)
@@ -80,35 +75,18 @@ def blocks(
     return ax
 
 
-def _draw_lines(ax: Axes, at: range | list[int], d: int, *, color: str, linewidth: float) -> None:
-    """Lines across the whole matrix at the given rows and columns; the outermost ones must not be clipped by half."""
-    ax.hlines(at, 0, d, color=color, linewidth=linewidth, clip_on=False)
-    ax.vlines(at, 0, d, color=color, linewidth=linewidth, clip_on=False)
-
-
 def _label(ax: Axes, partition: Partition, cell: float) -> None:
     """Write names and sizes of the blocks beside the matrix; `cell` is the height of a row in points."""
     sizes = [f"{size:,}" for size in partition.sizes.tolist()]
     numbered = partition.names == tuple(str(i) for i in range(partition.num_blocks))
     names = sizes if numbered else partition.names
-    centres = (partition.sizes.cumsum(0) - partition.sizes / 2).tolist()
+    middles = (partition.sizes.cumsum(0) - partition.sizes / 2).tolist()
+    largest_first = partition.sizes.argsort(descending=True, stable=True).tolist()
     for place, texts, points in (
-        (ax.set_yticks, names, [1.3 * FONT for _ in names]),
+        (ax.set_yticks, names, [LINE for _ in names]),
         (ax.set_xticks, sizes, [0.65 * FONT * (1 + len(size)) for size in sizes]),
     ):
-        kept: list[int] = []
-        for i in partition.sizes.argsort(descending=True, stable=True).tolist():  # large blocks choose first
-            if all(abs(centres[i] - centres[j]) * cell >= (points[i] + points[j]) / 2 for j in kept):
-                kept.append(i)
-        kept.sort()
-        place([centres[i] for i in kept], [texts[i] for i in kept], fontsize=FONT)
+        kept = with_room([cell * middle for middle in middles], points, largest_first)
+        place([middles[i] for i in kept], [texts[i] for i in kept], fontsize=FONT)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)  # the outermost lines are drawn already
-
-
-def _new_axes() -> Axes:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as missing:
-        raise ImportError("Pictures need matplotlib: pip install 'blockmean[lab]'") from missing
-    return plt.subplots(layout="constrained")[1]

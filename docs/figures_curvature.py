@@ -1,0 +1,174 @@
+"""The pictures of docs/curvature.md: empirical Fisher matrices of nets before and after a short training.
+
+`make docs` draws them, in one or two minutes: one thread and fixed seeds, so that the same machine draws the same
+pictures. Beside them stands curvature.json, the numbers that the page speaks of. The text comes from
+$BLOCKMEAN_DATA/text/tinyshakespeare.txt where that is, and from the manual inside Python itself where not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from blockmean import Partition, curvature, plot
+from blockmean.lab import data, models
+from blockmean.lab.environment import use_threads
+
+SHAPE = (1, 28, 28)
+CONTEXT = 32  # characters
+Batch = tuple[Tensor, Tensor]
+
+
+class CharacterTransformer(nn.Module):
+    """Two layers that predict every character from those before it; LayerNorm stands before attention and MLP."""
+
+    def __init__(self, vocabulary: int, width: int = 48) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(vocabulary, width), nn.Embedding(CONTEXT, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        hidden = self.embed(characters) + self.place(torch.arange(CONTEXT))
+        hidden = self.blocks(hidden, mask=self.mask, is_causal=True)
+        outputs: Tensor = self.head(self.norm(hidden)).mT
+        return outputs  # (n, vocabulary, CONTEXT), as cross_entropy has it
+
+
+def text() -> tuple[str, str]:
+    """The name of a text, and the text."""
+    file = Path(os.environ.get("BLOCKMEAN_DATA", "")) / "text" / "tinyshakespeare.txt"
+    if file.is_file():
+        return "tinyshakespeare", file.read_text()
+    from pydoc_data.topics import topics
+
+    return "the Python manual", "\n".join(topics[name] for name in sorted(topics))
+
+
+def characters() -> tuple[str, int, Batch]:
+    """The name of the text, the number of different characters, and (inputs, targets) (n, CONTEXT) each."""
+    name, found = text()
+    alphabet = {character: i for i, character in enumerate(sorted(set(found)))}
+    codes = torch.tensor([alphabet[character] for character in found])
+    windows = codes[: (len(codes) - 1) // CONTEXT * CONTEXT + 1]
+    return name, len(alphabet), (windows[:-1].view(-1, CONTEXT), windows[1:].view(-1, CONTEXT))
+
+
+def train(model: nn.Module, samples: Batch, steps: int, lr: float, batch: int) -> float:
+    """Train with Adam; the mean loss of the last 20 steps."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    losses = []
+    for chosen in _batches(len(samples[1]), steps, batch):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(samples[0][chosen]), samples[1][chosen])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-20:]) / len(losses[-20:])
+
+
+def _batches(count: int, steps: int, batch: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randint(count, (batch,), generator=generator) for _ in range(steps))
+
+
+def look(model: nn.Module, samples: Batch, count: int, by: str = "tensor") -> curvature.Curvature:
+    """The empirical Fisher matrix of the first samples, its blocks named as short as is clear."""
+    given, cut = (samples[0][:count], samples[1][:count]), Partition.of(model, by)
+    names = [name.replace("blocks.layers.", "").replace("self_attn.", "") for name in cut.names]
+    partition = Partition.from_sizes(cut.sizes, names=names)
+    return curvature.empirical_fisher(model, cross_entropy, given, partition, norm_probes=8)
+
+
+def numbers(F: curvature.Curvature) -> dict[str, Any]:
+    """What the page quotes: A, and per block how far its gradients have a direction in common, A_ii over the mean of
+    the diagonal of F in the block: 1 without any, s_i where all entries are always equal."""
+    diagonal = F.lam + F.B.diagonal()
+    return {
+        "blocks": list(F.partition.names),
+        "sizes": F.partition.sizes.tolist(),
+        "samples": F.report.samples,
+        "explained": F.report.explained,
+        "explained_error": F.report.explained_error,
+        "common": _rounded(F.A.diagonal() / diagonal),
+        "mean_diagonal": _rounded(diagonal),
+        "A": _rounded(F.A),
+        "correlation": _rounded(plot.correlation(F)),
+    }
+
+
+def _rounded(x: Tensor) -> Any:
+    """Four digits, because later ones depend on the machine; None where there is no number."""
+    if x.ndim > 1:
+        return [_rounded(row) for row in x]
+    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in x.tolist()]
+
+
+def draw(out: Path) -> list[Path]:
+    """All pictures, and the numbers behind them."""
+    use_threads(1)
+    images = data.load("digits")
+    digits = images.train, images.train_labels
+    name, vocabulary, windows = characters()
+    tasks: dict[str, tuple[Callable[[], nn.Module], Batch, int, int, float, int]] = {
+        # model, samples, how many of them for the matrix, steps, lr, batch
+        "small": (lambda: models.small(SHAPE), digits, 1000, 500, 1e-2, 64),
+        "large": (lambda: models.large(SHAPE), digits, 200, 300, 1e-3, 32),
+        "text": (lambda: CharacterTransformer(vocabulary), windows, 500, 400, 3e-3, 32),
+    }
+    told = {"small": "small net, digits", "large": "large net, digits", "text": f"transformer, {name}"}
+    written: list[Path] = []
+    record: dict[str, Any] = {}
+    for task, (make, samples, count, steps, lr, batch) in tasks.items():
+        torch.manual_seed(0)
+        model = make()
+        for state in ("start", "trained"):
+            loss = train(model, samples, steps, lr, batch) if state == "trained" else None
+            F = look(model, samples, count)
+            when = "at initialisation" if loss is None else f"after {steps} steps, loss {loss:.2f}"
+            ax = plot.coupling(F, title=f"{told[task]}\n{when}")
+            written.append(out / f"curvature-{task}-{state}.svg")
+            # matplotlib puts the date and random identifiers into an SVG unless told otherwise.
+            with matplotlib.rc_context({"svg.hashsalt": written[-1].name}):
+                ax.figure.savefig(written[-1], metadata={"Date": None})
+            record[f"{task}, {state}"] = {"loss": loss, **numbers(F)}
+    record["MLP"] = {how: _inputs(how) for how in ("raw", "normalised", "centred")}
+    written.append(out / "curvature.json")
+    written[-1].write_text(json.dumps(record, ensure_ascii=False) + "\n")
+    return written
+
+
+def _inputs(how: str) -> dict[str, Any]:
+    """How far the gradients of the units of an MLP have a common direction, by the preparation of its inputs."""
+    images = data.load("digits", inputs=how)
+    samples = images.train, images.train_labels
+    torch.manual_seed(0)
+    model = models.mlp(SHAPE)
+    loss = train(model, samples, 200, 1e-3, 64)
+    found = numbers(look(model, samples, 500, "unit"))
+    units: dict[str, list[float | None]] = {}
+    for block, common in zip(found["blocks"], found["common"], strict=True):
+        if "[" in block:
+            units.setdefault(block.partition("[")[0], []).append(common)
+    return {
+        "loss": loss,
+        "explained": found["explained"],
+        "median_common": {name: _median(values) for name, values in units.items()},
+        "units_without_gradient": {name: values.count(None) for name, values in units.items()},
+    }
+
+
+def _median(values: list[float | None]) -> float:
+    return statistics.median(value for value in values if value is not None)

@@ -1,0 +1,8 @@
+"""The command line, one command per file: `blockmean reproduce`, `report`, `train`, `inspect`."""
+
+from blockmean.cli._app import app, main
+from blockmean.cli.inspect import inspect
+from blockmean.cli.reproduce import report, reproduce
+from blockmean.cli.train import train
+
+__all__ = ["app", "inspect", "main", "report", "reproduce", "train"]

@@ -1,0 +1,168 @@
+"""`blockmean reproduce` makes the runs of the paper and its report, `blockmean report` the report alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+import blockmean
+from blockmean.cli._app import app, console, explained
+
+if TYPE_CHECKING:
+    from blockmean.lab.paper import Outcome, Setting
+    from blockmean.lab.study import Study
+
+Parts = Annotated[list[str] | None, typer.Argument(help="Which parts of the paper; all of them by default.")]
+Profile = Annotated[str, typer.Option(help="quick: 5,000 embedded digits. paper: MNIST and CIFAR-10, hours.")]
+DataDir = Annotated[Path | None, typer.Option(help="The folder with MNIST and CIFAR-10 (or BLOCKMEAN_DATA).")]
+Out = Annotated[Path, typer.Option(help="The folder for the report and its pictures.", file_okay=False)]
+Records = Annotated[Path | None, typer.Option(help="The folder for records, one per run. OUT/records by default.")]
+Seeds = Annotated[int | None, typer.Option(help="Seeds for the best rate of each optimizer.", min=1)]
+Epochs = Annotated[int | None, typer.Option(help="Epochs of these runs.", min=1)]
+
+PUBLISHED = Path(blockmean.__file__).parents[2] / "results"
+"""The records that come with a checkout of the project; an installed wheel has none."""
+
+COLOURS = {"holds": "green", "does not hold": "bold red", "within noise": "yellow", "not run": "dim"}
+
+
+@app.command()
+def reproduce(
+    parts: Parts = None,
+    profile: Profile = "quick",
+    data_dir: DataDir = None,
+    download: Annotated[bool, typer.Option("--download", help="Fetch MNIST and CIFAR-10 if not there.")] = False,
+    seeds: Seeds = None,
+    epochs: Epochs = None,
+    jobs: Annotated[int, typer.Option(help="Runs at a time, one thread each.", min=1)] = 2,
+    out: Out = Path("out"),
+    records: Records = None,
+    list_parts: Annotated[bool, typer.Option("--list", help="List the parts and stop.")] = False,
+) -> None:
+    """Run the experiments of the paper, check its claims, draw its figures, and write it all into report.html.
+
+    A run that has a record is not made again: stop it with Ctrl-C whenever you like, the same command goes on. The exit
+    code is 1 if something that is mathematically certain does not hold.
+    """
+    with explained("reproduce"):
+        from blockmean.lab.paper import PARTS
+        from blockmean.lab.paper.protocol import studies
+
+        if list_parts:
+            for name, part in PARTS.items():
+                print(f"{name:10} {(part.__doc__ or '').partition(chr(10))[0]}")
+            return
+        setting = _setting(profile, out, records, data_dir, seeds, epochs)
+        chosen = _chosen(parts)
+        wanted = studies(profile, seeds, epochs) if "fig5" in chosen else []
+        if download:
+            from blockmean.lab.download import download as fetch
+
+            for dataset in {study.dataset for study in wanted} - {"digits"}:
+                fetch(dataset)
+        try:
+            _run(wanted, setting, jobs)
+        except KeyboardInterrupt:
+            console.print(f"Stopped. Finished runs are in {setting.records}; the same command goes on from there.")
+            raise typer.Exit(130) from None
+        _report(chosen, setting)
+
+
+@app.command()
+def report(
+    parts: Parts = None,
+    profile: Profile = "quick",
+    data_dir: DataDir = None,
+    seeds: Seeds = None,
+    epochs: Epochs = None,
+    out: Out = Path("out"),
+    records: Records = None,
+) -> None:
+    """Write report.html from the records that are there; nothing is trained."""
+    with explained("report"):
+        _report(_chosen(parts), _setting(profile, out, records, data_dir, seeds, epochs))
+
+
+def _setting(
+    profile: str, out: Path, records: Path | None, data_dir: Path | None, seeds: int | None, epochs: int | None
+) -> Setting:
+    from blockmean.lab.paper import Setting
+
+    published = PUBLISHED if PUBLISHED.exists() else None
+    return Setting(out, records or out / "records", profile, data_dir, seeds, epochs, published)
+
+
+def _chosen(parts: list[str] | None) -> list[str]:
+    from blockmean.lab.paper import PARTS
+
+    unknown = [name for name in parts or [] if name not in PARTS]
+    if unknown:
+        raise ValueError(f"there is no part {', '.join(unknown)}. The parts are: {', '.join(PARTS)}.")
+    return list(dict.fromkeys(parts or PARTS))
+
+
+def _run(wanted: list[Study], setting: Setting, jobs: int) -> None:
+    """Make the runs that have no record yet, with one bar per study."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+    )
+    with Progress(*columns, console=console, speed_estimate_period=300) as progress:
+        bars = {study.name: progress.add_task(study.name, total=study.total_steps(), start=False) for study in wanted}
+        for study in wanted:
+            bar = bars[study.name]
+            progress.start_task(bar)
+
+            def show(steps: int, bar: TaskID = bar) -> None:
+                progress.update(bar, completed=steps)
+
+            study.run(setting.records / study.name, setting.data_dir, jobs, show)
+
+
+def _report(chosen: list[str], setting: Setting) -> None:
+    """Make the parts and the report, and print what was found."""
+    from blockmean.lab.paper import PARTS, Verdict
+    from blockmean.lab.report import write_report
+
+    outcomes: dict[str, Outcome] = {}
+    missing: dict[str, str] = {}
+    with console.status("drawing") as status:
+        for name in chosen:
+            status.update(f"drawing {name}")
+            try:
+                outcomes[name] = PARTS[name](setting)
+            except FileNotFoundError as error:  # data that is not here is no reason to withhold the rest
+                missing[name] = str(error)
+        path = write_report(outcomes, setting, setting.out / "report.html", missing)
+    _show(outcomes)
+    for name, why in missing.items():
+        console.print(f"{name} is not in the report: {why}", highlight=False)
+    console.print(f"report: {path}", highlight=False, soft_wrap=True)
+    claims = [claim for outcome in outcomes.values() for claim in outcome.claims]
+    if any(claim.exact and claim.verdict is Verdict.FAILS for claim in claims):
+        raise typer.Exit(1)
+
+
+def _show(outcomes: dict[str, Outcome]) -> None:
+    """Print a table of all claims."""
+    table = Table("part", "claim", "measured", "verdict")
+    for name, outcome in outcomes.items():
+        for claim in outcome.claims:
+            table.add_row(name, claim.claim, claim.measured, f"[{COLOURS[claim.verdict]}]{claim.verdict}")
+    console.print(table)

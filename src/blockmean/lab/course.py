@@ -1,0 +1,45 @@
+"""A picture of how one training run went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+SMOOTH = 50
+"""Steps over which the loss is averaged: single batches jump too much to be read."""
+
+
+def draw_course(record: dict[str, Any], losses: list[float], path: Path) -> list[Path]:
+    """Loss per step and test error per epoch, as `path`.png and `path`.svg."""
+    spec = record["spec"]
+    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
+    figure.suptitle(f"{spec['optimizer']}, learning rate {spec['lr']:g}: {spec['model']} model on {spec['dataset']}")
+    left, right = figure.subplots(1, 2)
+    steps = range(1, len(losses) + 1)
+    left.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="each batch")
+    left.plot(steps, _smooth(losses), color="tab:blue", label=f"mean of the last {SMOOTH}")
+    left.set(xlabel="step", ylabel="training loss (cross-entropy)", ylim=(0, None))
+    left.legend(fontsize=8)
+    errors = [epoch["test_error"] for epoch in record["epochs"]]
+    right.plot(range(1, len(errors) + 1), errors, color="tab:red", marker="o", markersize=3)
+    right.set(xlabel="epoch", ylabel="test error", ylim=(0, None))
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right.yaxis.set_major_formatter(PercentFormatter(1.0))
+    for ax in (left, right):
+        ax.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
+    for file in written:
+        figure.savefig(file, dpi=150)
+    return written
+
+
+def _smooth(losses: list[float]) -> list[float]:
+    """The mean of the last SMOOTH losses at every step."""
+    sums = [0.0]
+    for loss in losses:
+        sums.append(sums[-1] + loss)
+    return [(sums[i] - sums[max(0, i - SMOOTH)]) / min(i, SMOOTH) for i in range(1, len(sums))]

@@ -1,0 +1,170 @@
+"""Beside Figure 3: error and storage of the block mean and of the approximations in the paper's related work."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from blockmean import BlockMean, Partition
+from blockmean.lab.paper.outcome import Claim, Outcome, Picture, Setting, Table, Verdict, save
+from blockmean.lab.paper.small_fisher import small_fisher
+
+CUTS = ("kernel", "unit", "tensor", "module", "all")
+RANKS = (1, 2, 3, 5, 10, 20, 50)
+SERIES = {
+    "block mean": ("tab:blue", "o"),
+    "block mean and diagonal": ("tab:cyan", "o"),
+    "diagonal": ("0.25", "D"),
+    "block diagonal": ("tab:red", "s"),
+    "low rank": ("tab:green", "^"),
+}
+
+
+class Approximation(NamedTuple):
+    """One way to keep a symmetric matrix: how many numbers of it, and at which relative error in Frobenius norm."""
+
+    method: str
+    size: str  # blocks or rank
+    numbers: int
+    error: float
+
+
+def related_work(setting: Setting) -> Outcome:
+    """Approximate one Fisher matrix, and σI, in every way."""
+    fisher = small_fisher(setting)
+    d = len(fisher.matrix)
+    partitions = [Partition.of(fisher.model, by) for by in CUTS]
+    found = approximations(fisher.matrix, partitions)
+    identity = approximations(0.3 * torch.eye(d, dtype=torch.float64), partitions)
+    table = Table(
+        f"Approximations of the empirical Fisher of the 322-parameter net, {d * (d + 1) // 2:,} numbers in a triangle",
+        ["approximation", "blocks or rank", "numbers kept", "relative error", "relative error for G = σI"],
+        [
+            [one.method, one.size, f"{one.numbers:,}", f"{one.error:.3f}", f"{of_identity.error:.3f}"]
+            for one, of_identity in zip(found, identity, strict=True)
+        ],
+    )
+    notes = [
+        "Numbers kept: one triangle of a symmetric matrix or block; λ and B of a block mean, rank · d for low rank. "
+        "“block mean and diagonal” is Z E(Z⁻¹GZ⁻¹) Z with Z² the diagonal of G, the form that AdaGrad-BMA uses.",
+        f"Nearest to this Fisher: {_nearest(found)}. Low rank takes d numbers at least and is singular until something "
+        "is added to it; a block mean takes as few as one wants, and in general it has an inverse.",
+    ]
+    return Outcome(_claims(found, identity), [_draw(found, setting)], [table], notes)
+
+
+def approximations(G: Tensor, partitions: list[Partition]) -> list[Approximation]:
+    """Every approximation of a symmetric matrix G, (d, d)."""
+    d, made = len(G), []
+
+    def keep(method: str, size: str, numbers: int, approximation: Tensor) -> None:
+        made.append(Approximation(method, size, numbers, float((G - approximation).norm() / G.norm())))
+
+    z = G.diagonal().sqrt()
+    scale = z.outer(z)
+    for p in reversed(partitions):
+        L = p.num_blocks
+        keep("block mean", _blocks(p), L * (L + 3) // 2, BlockMean.fit(G, p).to_dense())
+    for p in reversed(partitions):
+        L = p.num_blocks
+        # A parameter without a gradient has a row of zeros: 0/0 is 0 here.
+        keep(
+            "block mean and diagonal",
+            _blocks(p),
+            d + L * (L + 1) // 2,
+            scale * BlockMean.fit(G / scale.where(scale > 0, torch.inf), p).to_dense(),
+        )
+    keep("diagonal", "–", d, G.diagonal().diag())
+    for p in partitions:
+        if p.num_blocks > 1:
+            inside = p.labels.unsqueeze(1) == p.labels
+            keep("block diagonal", _blocks(p), int((p.sizes * (p.sizes + 1) // 2).sum()), G * inside)
+    values, vectors = torch.linalg.eigh(G)
+    for k in RANKS:
+        keep("low rank", f"rank {k}", k * d, vectors[:, -k:] * values[-k:] @ vectors[:, -k:].mT)
+    return made
+
+
+def _blocks(partition: Partition) -> str:
+    return f"{partition.num_blocks} blocks" if partition.num_blocks > 1 else "1 block"
+
+
+def _nearest(found: list[Approximation]) -> str:
+    """Who is best with at most so many numbers, in words."""
+    told = []
+    for numbers in (100, 500, 1_000, 10_000):
+        best = min((one for one in found if one.numbers <= numbers), key=lambda one: one.error)
+        told.append(f"{best.method} ({best.size}) with at most {numbers:,} numbers")
+    return ", ".join(told)
+
+
+def _claims(found: list[Approximation], identity: list[Approximation]) -> list[Claim]:
+    """What the paper says about the others, and who is best with equally many numbers."""
+    blocks = [one for one in found if one.method == "block mean"]
+    diagonal = next(one for one in found if one.method == "diagonal")
+    fewer = max((one for one in blocks if one.numbers <= diagonal.numbers), key=lambda one: one.numbers)
+    largest = blocks[-1]
+    rank = max((x for x in found if x.method == "low rank" and x.numbers <= largest.numbers), key=lambda x: x.numbers)
+    d = diagonal.numbers
+    wrong = max(one.error for one in identity if one.method.startswith("block mean"))
+    ranks = {k: one.error for k, one in zip(RANKS, (x for x in identity if x.method == "low rank"), strict=True)}
+    return [
+        Claim(
+            "Related work: for G = σI the block mean is exact, even of a single block; rank k misses √(1 − k/d)",
+            f"relative error {wrong:.0e}; low rank {ranks[1]:.3f} (rank 1) to {ranks[50]:.3f} (rank 50)",
+            Verdict.of(wrong < 1e-12 and all(abs(e - math.sqrt(1 - k / d)) < 1e-12 for k, e in ranks.items())),
+            exact=True,
+        ),
+        Claim(
+            "Related work: the block mean sees all of G, the diagonal little of it",
+            f"relative error {fewer.error:.3f} with {fewer.numbers} numbers ({fewer.size}), "
+            f"the diagonal {diagonal.error:.3f} with {d}",
+            Verdict.of(fewer.error < diagonal.error),
+        ),
+        Claim(
+            "not in the paper: with equally many numbers the block mean is nearer to this Fisher than low rank",
+            f"relative error {largest.error:.3f} with {largest.numbers:,} numbers ({largest.size}), "
+            f"low rank {rank.error:.3f} with {rank.numbers:,} ({rank.size})",
+            Verdict.of(largest.error < rank.error),
+        ),
+    ]
+
+
+def _draw(found: list[Approximation], setting: Setting) -> Picture:
+    """Error against the numbers kept, one line per method."""
+    figure = Figure(figsize=(8.4, 4.6), layout="constrained")
+    ax = figure.subplots()
+    for method, (colour, marker) in SERIES.items():
+        points = [one for one in found if one.method == method]
+        ax.plot(
+            [one.numbers for one in points],
+            [one.error for one in points],
+            color=colour,
+            marker=marker,
+            markersize=5,
+            label=method,
+        )
+        for one in points if method in ("block mean", "block diagonal", "low rank") else []:
+            ax.annotate(
+                one.size,
+                (one.numbers, one.error),
+                xytext=(-5, -10),
+                textcoords="offset points",
+                ha="right",
+                fontsize=8,
+                color=colour,
+            )
+    ax.set(
+        xscale="log", xlabel="numbers kept", ylabel="relative error, Frobenius norm", xlim=(1, 3e4), ylim=(-0.04, 1.03)
+    )
+    ax.grid(alpha=0.3)
+    ax.legend(loc="lower left", fontsize=9)
+    caption = (
+        "The empirical Fisher matrix of the 322-parameter net: how far approximations are from it, against the numbers "
+        "that they keep. Lower and further left is better."
+    )
+    return save(figure, setting.out / "fig3-storage", caption)

@@ -1,0 +1,278 @@
+"""The report: one page that opens from disk, the verdicts first, then part by part what they rest on.
+
+The page is built as a tree of elements, so that no text can be left unescaped, and needs no script and no other file.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree.ElementTree import Element
+
+from blockmean import __version__
+from blockmean.lab.environment import environment
+from blockmean.lab.paper import PARTS
+from blockmean.lab.paper.outcome import Claim, Outcome, Picture, Setting, Table, Verdict
+from blockmean.lab.paper.protocol import studies
+
+TITLE = "Block Mean Approximation, reproduced"
+PAPER = "Block Mean Approximation for Efficient Second Order Optimization"
+SIGNS = {Verdict.HOLDS: "✓", Verdict.FAILS: "✗", Verdict.NOISE: "≈", Verdict.UNKNOWN: "–"}
+LARGEST_SVG = 2_000_000
+"""Bytes above which a figure is taken as PNG: a matrix drawn cell by cell can take more than all the rest."""
+NOTHING_FROM_OUTSIDE = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+NUMBER = r"[-+−±≈<>]?\s*\d"
+INLINE = {"a", "cite", "code", "span", "strong"}
+
+
+class Part(NamedTuple):
+    """One part of the paper; `missing` says why it could not be made."""
+
+    name: str
+    title: str
+    outcome: Outcome
+    missing: str | None
+
+    @property
+    def anchor(self) -> str:
+        return f"part-{self.name}"
+
+    @property
+    def verdicts_anchor(self) -> str:
+        return f"verdicts-{self.name}"
+
+
+def write_report(
+    outcomes: Mapping[str, Outcome],
+    setting: Setting,
+    path: Path,
+    missing: Mapping[str, str] = {},
+    titles: Mapping[str, str] | None = None,
+) -> Path:
+    """Write what was found into one HTML file.
+
+    Args:
+        outcomes: what each part found.
+        missing: the parts that could not be made, with the reason.
+        titles: the parts in their order, with headings; by default the first line of the file that makes each.
+    """
+    titles = _titles() if titles is None else titles
+    names = sorted({**outcomes, **missing}, key=[*titles, *outcomes, *missing].index)
+    parts = [Part(name, titles.get(name, name), outcomes.get(name, Outcome()), missing.get(name)) for name in names]
+    machine = {key: "not known" if value is None else str(value) for key, value in environment().items()}
+    head = _element(
+        "head",
+        _element("meta", charset="utf-8"),
+        _element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        _element("meta", http_equiv="Content-Security-Policy", content=NOTHING_FROM_OUTSIDE),
+        _element("title", TITLE),
+        _element("style", Path(__file__).with_name("report.css").read_text(encoding="utf-8")),
+    )
+    main = _element("main", _verdicts(parts), *map(_part, parts), _settings(setting), _environment(machine))
+    body = _element("body", _header(parts, setting, machine), main)
+    page = ET.tostring(_element("html", head, body, lang="en"), encoding="unicode", method="html")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"<!DOCTYPE html>\n{page}", encoding="utf-8")
+    return path
+
+
+def _titles() -> dict[str, str]:
+    files = {name: sys.modules[part.__module__].__doc__ or name for name, part in PARTS.items()}
+    return {name: text.partition("\n")[0].removesuffix(".") for name, text in files.items()}
+
+
+def _header(parts: list[Part], setting: Setting, machine: Mapping[str, str]) -> Element:
+    """What this page is, and in short what came out."""
+    claims = [claim for part in parts for claim in part.outcome.claims]
+    exact, findings = ([claim for claim in claims if claim.exact == kind] for kind in (True, False))
+    summary: list[Element | str] = ["What became of the claims of ", _element("cite", PAPER)]
+    summary += [f" by Lu, Harandi, Hartley and Pascanu, checked with the {setting.profile} profile."]
+    if setting.profile != "paper":
+        command = "`blockmean reproduce --profile paper --data-dir …`"
+        summary += _text(f" The full study, on MNIST and CIFAR-10 and with more seeds, is made by {command}.")
+    counts = [
+        _element("li", _element("strong", f"{len(found)} {kind} "), *_counts(found))
+        for kind, found in (("exact claims", exact), ("findings", findings))
+        if found
+    ]
+    missing = [part for part in parts if part.missing is not None]
+    if missing:
+        counts.append(_element("li", _element("strong", "Could not be made: "), *_joined(map(_link, missing))))
+    wrong = any(claim.verdict is Verdict.FAILS for claim in exact)
+    alarm = "✗ An exact claim does not hold. That is no finding: the software is wrong, trust no number on this page."
+    contents = [_element("li", _element("a", "Verdicts", href="#verdicts"))]
+    contents += [_element("li", _link(part)) for part in parts]
+    contents += [_element("li", _element("a", word, href=f"#{word.lower()}")) for word in ("Settings", "Environment")]
+    date = machine["date"][:16].replace("T", " ")
+    return _element(
+        "header",
+        _element("h1", TITLE),
+        _element("p", *summary),
+        *([_element("p", alarm, class_="notice fails", role="alert")] if wrong else []),
+        _element("ul", *counts, class_="counts"),
+        _element("p", f"blockmean {__version__}, code {machine['code']}, {date} UTC", class_="quiet"),
+        _element("details", _element("summary", "Contents"), _element("nav", _element("ul", *contents))),
+    )
+
+
+def _counts(claims: Iterable[Claim]) -> list[Element | str]:
+    """How many claims have each verdict."""
+    found = Counter(claim.verdict for claim in claims)
+    return _joined((_badge(verdict, f": {found[verdict]}") for verdict in Verdict if found[verdict]), " ")
+
+
+def _badge(verdict: Verdict, after: str = "") -> Element:
+    """A verdict as a sign and in words, so that its colour may be overlooked."""
+    return _element("span", f"{SIGNS[verdict]} {verdict}{after}", class_=f"verdict {verdict.name.lower()}")
+
+
+def _link(part: Part) -> Element:
+    return _element("a", part.title, href=f"#{part.anchor}")
+
+
+def _verdicts(parts: list[Part]) -> Element:
+    """All claims in one table, a group of rows for each part."""
+    header = [_element("th", word, scope="col") for word in ("Verdict", "Claim of the paper", "Measured", "Kind")]
+    groups = [_group(part) for part in parts if part.outcome.claims or part.missing is not None]
+    return _element(
+        "section",
+        _element("h2", "Verdicts"),
+        _element(
+            "p",
+            "An exact claim is mathematics: if one does not hold, the software is wrong. A finding is a measurement "
+            "and may come out either way; it is within noise where the measurement cannot tell which.",
+        ),
+        _element("table", _element("thead", _element("tr", *header)), *groups, class_="claims"),
+        id="verdicts",
+    )
+
+
+def _group(part: Part) -> Element:
+    title = _element("th", _link(part), scope="rowgroup", colspan="4")
+    rows = [
+        _element(
+            "tr",
+            _element("td", _badge(claim.verdict)),
+            _element("th", *_text(claim.claim), scope="row"),
+            _element("td", *_text(claim.measured)),
+            _element("td", "exact" if claim.exact else "finding", class_="quiet"),
+        )
+        for claim in part.outcome.claims
+    ]
+    if part.missing is not None:
+        reason = _element("td", "could not be made: ", *_text(part.missing), colspan="3")
+        rows.append(_element("tr", _element("td", _badge(Verdict.UNKNOWN)), reason))
+    return _element("tbody", _element("tr", title), *rows, id=part.verdicts_anchor)
+
+
+def _part(part: Part) -> Element:
+    """The figures, tables and notes that the verdicts of one part rest on."""
+    section = _element("section", _element("h2", part.title), id=part.anchor)
+    if part.missing is not None:
+        section.append(_element("p", "This part could not be made: ", *_text(part.missing), class_="notice unknown"))
+    if part.outcome.claims:
+        back = _element("a", "Verdicts", href=f"#{part.verdicts_anchor}")
+        section.append(_element("p", back, ": ", *_counts(part.outcome.claims)))
+    section.extend(_figure(picture, part.title) for picture in part.outcome.pictures)
+    section.extend(_table(table) for table in part.outcome.tables)
+    if part.outcome.notes:
+        notes = [_element("li", *_text(note)) for note in part.outcome.notes]
+        section.extend([_element("h3", "Notes"), _element("ul", *notes)])
+    return section
+
+
+def _figure(picture: Picture, title: str) -> Element:
+    """A picture inside the page: as an image, because matplotlib's identifiers repeat and its letters are outlines."""
+    file = picture.svg if picture.svg.stat().st_size <= LARGEST_SVG else picture.png
+    kind = "svg+xml" if file == picture.svg else "png"
+    data = base64.b64encode(file.read_bytes()).decode()
+    image = _element("img", src=f"data:image/{kind};base64,{data}", alt=f"{title} ({picture.path.name})")
+    box = _element("div", image, class_="scroll picture", tabindex="0", role="region", aria_label=picture.path.name)
+    caption = [_element("figcaption", *_text(picture.caption))] if picture.caption else []
+    return _element("figure", box, *caption)
+
+
+def _table(table: Table) -> Element:
+    """A table under its title; columns of numbers are aligned to the right."""
+    columns = list(zip(table.header, *table.rows, strict=True))
+    classes = ["number" if any(re.match(NUMBER, cell) for cell in column[1:]) else "words" for column in columns]
+    header = [_element("th", *_text(t), scope="col", class_=c) for t, c in zip(table.header, classes, strict=True)]
+    rows = [
+        _element(
+            "tr",
+            _element("th", *_text(first), scope="row"),
+            *(_element("td", *_text(cell), class_=c) for cell, c in zip(rest, classes[1:], strict=True)),
+        )
+        for first, *rest in table.rows
+    ]
+    cells = _element("table", _element("thead", _element("tr", *header)), _element("tbody", *rows))
+    box = _element("div", cells, class_="scroll", tabindex="0", role="region", aria_label=table.title)
+    return _element("figure", _element("figcaption", *_text(table.title)), box)
+
+
+def _settings(setting: Setting) -> Element:
+    given = {
+        "profile": setting.profile,
+        "seeds": "those of the profile" if setting.seeds is None else setting.seeds,
+        "epochs": "those of the profile" if setting.epochs is None else setting.epochs,
+        "data folder": setting.data_dir or "none given",
+        "records": setting.records,
+        "published records": setting.published or "none",
+        "pictures": setting.out,
+    }
+    rows = [
+        [
+            study.name,
+            ", ".join(study.arms),
+            f"{len(study.rates)} × {len(study.tuning.seeds)} × {study.tuning.epochs}",
+            f"{len(study.final.seeds)} × {study.final.epochs}",
+        ]
+        for study in studies(setting.profile, setting.seeds, setting.epochs)
+    ]
+    header = ["study", "optimizers", "tuning: rates × seeds × epochs", "then: seeds × epochs"]
+    protocol = Table("The studies of this profile, for each optimizer the same", header, rows)
+    return _element("section", _element("h2", "Settings"), _list(given), _table(protocol), id="settings")
+
+
+def _environment(machine: Mapping[str, str]) -> Element:
+    where = _element("p", "Where this page was written. Every record names the machine on which it was measured.")
+    return _element("section", _element("h2", "Environment"), where, _list(machine), id="environment")
+
+
+def _list(values: Mapping[str, object]) -> Element:
+    return _element("dl", *(_element("div", _element("dt", k), _element("dd", str(v))) for k, v in values.items()))
+
+
+def _text(text: str) -> list[Element | str]:
+    """Plain text in which `backticks` mark code."""
+    pieces = re.split(r"`([^`]+)`", text)
+    return [_code(piece) if i % 2 else piece for i, piece in enumerate(pieces)]
+
+
+def _code(text: str) -> Element:
+    """Code word by word: a browser would break lines after the dashes of an option."""
+    return _element("code", *_joined((_element("span", word) for word in text.split()), " "))
+
+
+def _joined(elements: Iterable[Element], separator: str = ", ") -> list[Element | str]:
+    return [piece for element in elements for piece in (separator, element)][1:]
+
+
+def _element(tag: str, *children: Element | str, **attributes: str) -> Element:
+    """An element with its children; `class_` and `aria_label` stand for class and aria-label."""
+    element = Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
+    for child in children:
+        if not isinstance(child, str):
+            element.append(child)
+            child.tail = "" if child.tag in INLINE else "\n"
+        elif len(element):
+            element[-1].tail = f"{element[-1].tail or ''}{child}"
+        else:
+            element.text = f"{element.text or ''}{child}"
+    return element

@@ -1,0 +1,98 @@
+"""Figure 5 from records: which studies are drawn, and what is said of them."""
+
+from pathlib import Path
+
+import pytest
+
+from blockmean.lab.paper.fig5 import fig5, find
+from blockmean.lab.paper.outcome import Setting, Verdict
+from blockmean.lab.paper.protocol import studies
+from blockmean.lab.records import write
+from test_study import record_of
+
+
+def publish(folder: Path, study, losses: dict[str, list[float]]) -> None:
+    """Write the records of a study whose arms end with these losses per seed, times 100; all prefer the rate 0.1."""
+    for arm, values in losses.items():
+        for spec in study.specs(arm, study.rates, study.tuning):
+            write(folder / study.name, spec, record(spec, 1.0 if spec.lr == 0.1 else 2.0))
+        for spec, loss in zip(study.specs(arm, [0.1], study.final), values, strict=False):
+            write(folder / study.name, spec, record(spec, loss))
+
+
+def record(spec, loss, **changed):
+    return record_of(spec, loss, test_error=loss / 10, **changed)
+
+
+def verdicts(tmp_path: Path, losses: dict[str, list[float]]) -> list[str]:
+    study = studies("quick")[0]
+    publish(tmp_path / "records", study, losses)
+    return [claim.verdict for claim in fig5(Setting(tmp_path, tmp_path / "records")).claims]
+
+
+def test_a_clear_gain_holds_and_full_is_reached(tmp_path):
+    found = verdicts(tmp_path, {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.91, 1.0], "full": [0.79, 0.9, 1.0]})
+    assert found == [Verdict.HOLDS, Verdict.HOLDS, Verdict.HOLDS]
+
+
+def test_a_clear_loss_does_not_hold(tmp_path):
+    found = verdicts(tmp_path, {"diag": [0.8, 0.9, 1.0], "BMA": [1.0, 1.11, 1.2], "full": [0.7, 0.8, 0.9]})
+    assert found == [Verdict.FAILS, Verdict.FAILS, Verdict.FAILS]
+
+
+def test_what_seeds_cannot_tell_apart_is_noise(tmp_path):
+    found = verdicts(tmp_path, {"diag": [1.0, 1.1, 1.2], "BMA": [1.1, 1.0, 1.2], "full": [0.9, 1.2, 1.1]})
+    assert found == [Verdict.NOISE, Verdict.NOISE, Verdict.NOISE]
+
+
+def test_one_seed_gives_no_verdict(tmp_path):
+    assert verdicts(tmp_path, {"diag": [1.0], "BMA": [0.5]}) == [Verdict.UNKNOWN, Verdict.UNKNOWN]
+
+
+def test_published_records_stand_in_for_what_the_profile_does_not_run_and_say_so(tmp_path):
+    own, published = tmp_path / "records", tmp_path / "results"
+    arms = {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.91, 1.0], "Adam": [0.9, 0.9, 0.9], "AdamBMA": [0.8, 0.9, 0.9]}
+    publish(own, studies("quick")[0], arms)
+    publish(published, studies("paper")[1], arms)
+    setting = Setting(tmp_path / "out", own, published=published)
+    names = [(one.study.name, one.published) for one in find(setting)]
+    assert names == [
+        ("digits-small", False),
+        ("cifar10-small", True),
+    ]
+    outcome = fig5(setting)
+    assert [picture.path.name for picture in outcome.pictures] == ["fig5", "fig5-own"]
+    assert all(picture.svg.stat().st_size > 1000 and picture.png.exists() for picture in outcome.pictures)
+    text = outcome.pictures[0].svg.read_text()
+    assert text.count("CIFAR-10, small model (published records)") == 2  # loss and error
+    assert "authors" in outcome.pictures[0].caption
+    assert any("published records" in note for note in outcome.notes)
+    assert any("no records here of mnist-small, mnist-large, cifar10-large" in note for note in outcome.notes)
+    assert len(outcome.tables) == 4
+
+
+def test_tables_show_what_was_chosen_and_reached(tmp_path):
+    study = studies("quick")[0]
+    publish(tmp_path, study, {"diag": [1.0, 1.1, 1.5], "BMA": [0.8, 0.9, 1.0]})
+    best, rates = fig5(Setting(tmp_path, tmp_path)).tables
+    assert [row[:4] for row in best.rows] == [["diag", "0.1", "3", "48.0"], ["BMA", "0.1", "3", "36.0"]]
+    assert best.rows[0][4] == "–"
+    assert best.rows[1][4] == "−12 ± 17"  # 40 batches × (−0.2, −0.2, −0.5), t = 4.303
+    assert rates.header == ["optimizer", "1", "0.1", "0.01", "0.001", "0.0001"]
+    assert rates.rows[0] == ["diag", "80.0", "40.0", "80.0", "80.0", "80.0"]
+
+
+def test_without_records_it_says_so(tmp_path):
+    outcome = fig5(Setting(tmp_path, tmp_path))
+    assert (outcome.claims, outcome.pictures, outcome.tables) == ([], [], [])
+    assert any("no records here of mnist-small" in note for note in outcome.notes)
+
+
+@pytest.mark.parametrize("name", ["diag", "BMA"])
+def test_a_final_run_that_diverges_gives_no_verdict(tmp_path, name):
+    study = studies("quick")[0]
+    publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.9, 1.0]})
+    spec = study.specs(name, [0.1], study.final)[0]
+    whole = record(spec, 1.0)
+    write(tmp_path / study.name, spec, {**whole, "diverged_at": 3, "epochs": whole["epochs"][:1]})
+    assert fig5(Setting(tmp_path, tmp_path)).claims[0].verdict is Verdict.UNKNOWN
