@@ -31,6 +31,7 @@ reproduce: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/figures.py
+	$(BIN)/python docs/figures_curvature.py
 
 clean:
 	rm -rf .venv build dist out src/*.egg-info

@@ -20,12 +20,12 @@ from rich.progress import Progress
 
 from blockmean.lab.environment import environment
 from blockmean.lab.records import run_all
+from blockmean.lab.study import interval
 from blockmean.lab.train import Spec
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 TUNING_SEEDS = (100,)
 FINAL_SEEDS = (0, 1, 2, 3, 4)
-T_95 = 2.776  # two-sided 95% of Student's t, 4 degrees of freedom
 
 TASKS: dict[str, dict[str, Any]] = {
     f"{name}, {inputs}": {**task, "inputs": inputs}
@@ -99,9 +99,8 @@ def paired(ours: list[float | None], theirs: list[float | None]) -> dict[str, fl
     """Mean of the differences over seeds, and half the width of its 95% interval; None where a run diverged."""
     if None in ours or None in theirs:
         return None
-    differences = [a - b for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
-    half = T_95 * statistics.stdev(differences) / len(differences) ** 0.5
-    return {"mean": statistics.mean(differences), "half_width": half}
+    found = interval([a - b for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None])
+    return found and found._asdict()
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Draw every picture of docs/img/ again: `make docs`. Timings come from records, never from a run."""
+"""Draw pictures of docs/img/ again: `make docs`. Timings come from records, never from a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import figures_curvature
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -77,7 +76,6 @@ def main() -> None:
         for picture in pictures:
             if picture.suffix == ".svg":
                 print(shutil.copy(picture, IMAGES))
-    print(*figures_curvature.draw(IMAGES), sep="\n")
 
 
 if __name__ == "__main__":

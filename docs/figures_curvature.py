@@ -172,3 +172,7 @@ def _inputs(how: str) -> dict[str, Any]:
 
 def _median(values: list[float | None]) -> float:
     return statistics.median(value for value in values if value is not None)
+
+
+if __name__ == "__main__":
+    print(*draw(Path(__file__).parent / "img"), sep="\n")

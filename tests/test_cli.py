@@ -47,7 +47,7 @@ def test_only_the_parts_that_are_asked_for(tmp_path: Path):
 
 
 def test_pictures_are_the_same_bytes_every_time(tmp_path: Path):
-    first, second = (PARTS["fig3"](Setting(tmp_path / name, tmp_path)).pictures for name in "ab")
+    first, second = (PARTS["fig2"](Setting(tmp_path / name, tmp_path)).pictures for name in "ab")
     assert [picture.svg.read_bytes() for picture in first] == [picture.svg.read_bytes() for picture in second]
 
 
@@ -77,6 +77,13 @@ def test_a_part_whose_data_is_missing_does_not_withhold_the_rest(monkeypatch: py
     assert result.exit_code == 0
     assert "a is not in the report: mnist is not here" in result.output
     assert "mnist is not here" in (tmp_path / "report.html").read_text()
+
+
+def test_report_measures_nothing(tmp_path: Path):
+    result = run(cli.app, ["report", "table4", "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    assert result.exit_code == 0
+    assert "`blockmean reproduce table4` takes the measurement" in result.output
+    assert not (tmp_path / "records").exists()
 
 
 @pytest.mark.parametrize("command", ["reproduce", "report"])

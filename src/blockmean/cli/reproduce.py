@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,9 +91,10 @@ def report(
     out: Out = Path("out"),
     records: Records = None,
 ) -> None:
-    """Write report.html from the records that are there; nothing is trained."""
+    """Write report.html from the records that are there; no study is run, no time is measured."""
     with explained("report"):
-        _report(_chosen(parts), _setting(profile, out, records, data_dir, seeds, epochs))
+        setting = _setting(profile, out, records, data_dir, seeds, epochs)
+        _report(_chosen(parts), replace(setting, measure=False))
 
 
 def _setting(

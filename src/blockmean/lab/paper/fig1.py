@@ -179,7 +179,7 @@ def _cells(path: Path) -> list[str]:
 
 def _draw_paths(ax: Axes, loss: Loss, paths: dict[str, Path], symbol: str, title: str) -> None:
     """Paths over the contours of f, on one scale for both axes."""
-    side = torch.linspace(-1.0, 3.0, 201, dtype=torch.float64)
+    side = torch.linspace(-1.0, 3.0, 81, dtype=torch.float64)
     first, second = torch.meshgrid(side, side, indexing="xy")
     levels = [0.02 * 2.0**k for k in range(10)]
     values = loss(torch.stack([first, second], -1))

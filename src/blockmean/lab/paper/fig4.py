@@ -35,6 +35,7 @@ def fig4(setting: Setting) -> Outcome:
         # The first has the lines of the coarsest partition, to find one's way; colours are the same in all four.
         blocks = partitions[0] if i == 0 else None
         plot.blocks(matrix, blocks, ax=ax, title=title, vmax=0.5, colorbar=i % 2 == 1)
+        ax.images[0].set_interpolation("none")  # an SVG then has the cells as they are, in a quarter of the bytes
     figure.suptitle(r"empirical Fisher matrix as correlations $F_{ij}/\sqrt{F_{ii}F_{jj}}$")
     data = "MNIST" if setting.profile == "paper" else "the embedded digits"
     caption = (

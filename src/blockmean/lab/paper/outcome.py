@@ -84,6 +84,8 @@ class Setting:
     epochs: int | None = None
     published: Path | None = None
     """Records that come with the project, for studies that this profile does not run."""
+    measure: bool = True
+    """Whether a measurement that has no record may be taken now."""
 
 
 def save(figure: Figure, path: Path, caption: str = "") -> Picture:

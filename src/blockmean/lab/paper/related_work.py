@@ -148,13 +148,14 @@ def _draw(found: list[Approximation], setting: Setting) -> Picture:
             markersize=5,
             label=method,
         )
-        for one in points if method in ("block mean", "block diagonal", "low rank") else []:
+        right = method == "block diagonal"
+        for one in points if right or method in ("block mean", "low rank") else []:
             ax.annotate(
                 one.size,
                 (one.numbers, one.error),
-                xytext=(-5, -10),
+                xytext=(4, 5) if right else (-5, -10),
                 textcoords="offset points",
-                ha="right",
+                ha="left" if right else "right",
                 fontsize=8,
                 color=colour,
             )

@@ -26,7 +26,10 @@ class Interval(NamedTuple):
 
 def table4(setting: Setting) -> Outcome:
     """Milliseconds per iteration of full, diagonal and block mean AdaGrad on both models, as ratios to the diagonal."""
-    record = timings(setting.records / f"table4-{setting.profile}.json", setting.profile)
+    path = setting.records / f"table4-{setting.profile}.json"
+    if not setting.measure and not path.exists():
+        raise FileNotFoundError(f"there is no {path}; `blockmean reproduce table4` takes the measurement.")
+    record = timings(path, setting.profile)
     claims, rows = [], []
     for name, arms in ARMS.items():
         samples, printed = record["models"][name], PRINTED[name]
