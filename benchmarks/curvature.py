@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from blockmean import Partition, curvature
+from blockmean import BlockMean, Partition, curvature
 from blockmean.lab import data, models
 from blockmean.lab.environment import environment, use_threads
 from timing import interleaved, keep_memory, peak_bytes, ratios, run_alone, summary
@@ -90,6 +91,52 @@ def time(name: str, count: int, repetitions: int, data_dir: Path | None) -> dict
     }
 
 
+def beside_full_matrix(count: int, repetitions: int, data_dir: Path | None) -> dict[str, Any] | None:
+    """The small net, where the full matrix is possible: ours beside that of curvlinops; None where it is not installed.
+
+    It multiplies with the identity, and the block mean is then cut out of its 322×322 matrix. Both in float64.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its dependencies warn about torch.jit when they are imported
+        try:
+            import curvlinops
+        except ImportError:
+            return None
+    model, (x, y) = network("small").double(), images(count, data_dir)
+    x = x.double()
+    parameters, loss = list(model.parameters()), nn.CrossEntropyLoss()
+    identity = torch.eye(sum(p.numel() for p in parameters), dtype=x.dtype)
+    batches = list(zip(x.split(CHUNK), y.split(CHUNK), strict=True))
+
+    def theirs() -> BlockMean:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            operator = curvlinops.EFLinearOperator(model, loss, parameters, batches, check_deterministic=False)
+        return BlockMean.fit((operator @ identity).detach(), Partition.of(model, "tensor"))
+
+    ours = partial(curvature.empirical_fisher, model, loss, (x, y), "tensor", chunk_size=CHUNK)
+    samples = interleaved(
+        {
+            YARDSTICK: partial(gradients, model, x, y, CHUNK),
+            "empirical Fisher, tensor": ours,
+            "curvlinops, full matrix": theirs,
+        },
+        repetitions,
+    )
+    a, b = ours(), theirs()
+    return {
+        "model": "small",
+        "d": len(identity),
+        "samples": count,
+        "seconds": {key: summary(own) for key, own in samples.items()},
+        "ratio_to_gradients": ratios(samples, YARDSTICK),
+        "relative_difference": {
+            "A": float((a.A - b.A).norm() / b.A.norm()),
+            "lam": float((a.lam - b.lam).norm() / b.lam.norm()),
+        },
+    }
+
+
 def memory(name: str, by: str, count: int) -> dict[str, Any]:
     """Peak memory of one call, measured in a process of its own."""
     found = json.loads(run_alone([__file__, "--peak", name, by, str(count)]))
@@ -112,6 +159,12 @@ def peak(name: str, by: str, count: int) -> dict[str, Any]:
     }
 
 
+def show(timing: dict[str, Any]) -> None:
+    for key, ratio in timing["ratio_to_gradients"].items():
+        seconds = timing["seconds"][key]["median"]
+        print(f"{key:42} {seconds:8.3f} s  {ratio['median']:.3f} × the gradients ({ratio['lower']}–{ratio['upper']})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small net, few images, few repetitions")
@@ -126,12 +179,22 @@ def main() -> None:
         return
     points = [memory(*point) for point in (QUICK_MEMORY if arguments.quick else MEMORY)]
     kept = keep_memory()
-    settings = ("small", 200, 3) if arguments.quick else ("large", 1000, 9)
+    settings = ("small", 200, 3) if arguments.quick else ("large", 1000, 5)
     timing = time(*settings, arguments.data_dir)
-    record = {"environment": environment(), "keeps_memory": kept, "time": timing, "memory": points}
-    for key, ratio in timing["ratio_to_gradients"].items():
-        seconds = timing["seconds"][key]["median"]
-        print(f"{key:42} {seconds:8.3f} s  {ratio['median']:.3f} × the gradients ({ratio['lower']}–{ratio['upper']})")
+    full = beside_full_matrix(*((20, 2) if arguments.quick else (200, 3)), arguments.data_dir)
+    record = {
+        "environment": environment(),
+        "keeps_memory": kept,
+        "time": timing,
+        "beside_full_matrix": full,
+        "memory": points,
+    }
+    for table in (timing, full):
+        if table is not None:
+            print(f"{table['model']} net, {table['samples']:,} samples")
+            show(table)
+    if full is not None:
+        print(f"relative difference from curvlinops: {full['relative_difference']}")
     for point in points:
         told = "unknown" if point["peak_bytes"] is None else f"{point['peak_bytes'] / 2**20:7.1f} MB"
         gradients_alone = point["peak_bytes_of_gradients"]

@@ -26,4 +26,8 @@ def test_the_quick_run_writes_a_whole_record(tmp_path: Path):
     for point in record["memory"]:
         assert point["bytes_of_all_rows"] == 4 * 322 * point["samples"]
         assert "peak_bytes" in point
+    full = record["beside_full_matrix"]
+    if full is not None:  # where curvlinops is installed
+        assert set(full["ratio_to_gradients"]) >= {"empirical Fisher, tensor", "curvlinops, full matrix"}
+        assert max(full["relative_difference"].values()) < 1e-8
     assert "× the gradients" in printed

@@ -6,6 +6,8 @@ E is an orthogonal projection, so ‖M‖² = ‖E(M)‖² + ‖M − E(M)‖².
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,20 +30,26 @@ class Products:
         """Add Z times a part of M."""
         self._Y += Y
 
-    def add_rows(self, rows: Tensor, weights: Tensor | None = None) -> None:
-        """Add Z Σ w g gᵀ over rows g (n, d)."""
-        along = self.Z @ rows.mT  # (p, n)
-        self._Y += (along if weights is None else along * weights.to(along)) @ rows
+    def add_rows(self, rows: Tensor) -> None:
+        """Add Z Σ g gᵀ over rows g (n, d)."""
+        self._Y += self.Z @ rows.mT @ rows
 
-    def explained(self, M: BlockMean, weight: float) -> tuple[float | None, float | None]:
-        """The share of ‖weight · M‖²_F that its block mean has, and its standard error."""
+    def explained(self, M: BlockMean, weight: float, lam_error: Tensor) -> tuple[float | None, float | None]:
+        """The share of ‖weight · M‖²_F that its block mean has, and its standard error.
+
+        Errors e_i of an estimated λ_i add Σ (s_i − 1) e_i² to the expectation of both parts, which is taken off again.
+        """
         count = len(self.Z)
         if not count:
             return None, None
-        kept = float(M.norm()) ** 2
-        lost = (weight * self._Y - self.Z @ M).double().square().sum(-1)
-        total = kept + float(lost.mean())
+        inner = (M.partition.sizes - 1).to(lam_error.device).double()
+        noise = float((inner * lam_error.double().nan_to_num().square()).sum())
+        squares = (weight * self._Y - self.Z @ M).double().square().sum(-1)
+        kept = max(float(M.norm()) ** 2 - noise, 0.0)
+        lost = max(float(squares.mean()) - noise, 0.0)
+        total = kept + lost
         if total == 0:
             return 1.0, 0.0  # M = 0 is its own block mean
-        error = float(lost.std() / count**0.5) if count > 1 else float("nan")
-        return kept / total, kept / total**2 * error
+        kept_error = float((2 * inner * M.lam.double() * lam_error.double()).norm())
+        lost_error = float(squares.std() / count**0.5) if count > 1 else math.nan
+        return kept / total, math.hypot(kept * lost_error, lost * kept_error) / total**2

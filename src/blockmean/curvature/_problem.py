@@ -87,6 +87,8 @@ class Problem:
         self.dtype = torch.float32
         for tensor in tensors:
             self.dtype = torch.promote_types(self.dtype, tensor.dtype)
+        # Rounding of a mean over a batch stays far below this, a wrong reduction far above.
+        self.tolerance = {8: 1e-8, 4: 1e-4}.get(min(t.dtype.itemsize for t in tensors), 3e-2)
         self.offsets = torch.tensor([0, *(t.numel() for t in tensors)]).cumsum(0)
         fit = ROW_BYTES // (self.partition.num_entries * self.dtype.itemsize)
         self.rows_per_pass = chunk_size or max(1, min(LARGEST_PASS, fit))
@@ -286,10 +288,10 @@ class Problem:
         whole, half = self._loss(outputs, chunk.targets), chunk.size // 2
         if self.is_random and not all(isinstance(x, Tensor) and x.ndim > 0 for x in tree_leaves(outputs)):
             return  # outputs that cannot be cut, and would not be the same again
+        seen = chunk._replace(inputs=outputs) if self.is_random else chunk
         losses = []
-        for start, stop in ((0, half), (half, chunk.size)):
-            part = chunk.part(start, stop)
-            own = tree_map(lambda x: x[start:stop], outputs) if self.is_random else self.output(self.params, part.inputs)
+        for part in (seen.part(0, half), seen.part(half, seen.size)):
+            own = part.inputs if self.is_random else self.output(self.params, part.inputs)
             losses.append((self._loss(own, part.targets), part.size))
         if math.isfinite(whole):  # or the chunk that has it is told later
             self._refuse_contradiction(whole, *losses)
@@ -304,9 +306,7 @@ class Problem:
     def _refuse_contradiction(self, whole: float, first: tuple[float, int], second: tuple[float, int]) -> None:
         (a, n), (b, m) = first, second
         promised = {"mean": (n * a + m * b) / (n + m), "sum": a + b}
-        # Rounding of a mean over a batch stays far below this, a wrong reduction far above.
-        tolerance = {8: 1e-8, 4: 1e-4}.get(min(p.dtype.itemsize for p in self.params.values()), 3e-2)
-        holds = {r: abs(whole - value) <= tolerance * (abs(a) + abs(b)) for r, value in promised.items()}
+        holds = {r: abs(whole - value) <= self.tolerance * (abs(a) + abs(b)) for r, value in promised.items()}
         if holds[self.reduction]:
             return
         numbers = f"it is {whole:.6g} on {n + m} samples, {a:.6g} on the first {n} and {b:.6g} on the other {m}"
@@ -328,7 +328,7 @@ class Problem:
 
 def require_count(value: int, least: int, name: str, owner: str) -> None:
     """Raise unless the value is a whole number and large enough."""
-    require(isinstance(value, int), name, owner, "a whole number", value, TypeError)
+    require(isinstance(value, int) and value is not True, name, owner, "a whole number", value, TypeError)
     require(value >= least, name, owner, f"at least {least}", value)
 
 

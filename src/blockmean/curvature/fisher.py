@@ -13,8 +13,9 @@ from torch.func import grad_and_value
 from blockmean._checks import require
 from blockmean._cut import By
 from blockmean.curvature._norm import Products
-from blockmean.curvature._problem import Data, LossFn, Params, Problem, require_count
+from blockmean.curvature._problem import Data, LossFn, Params, Problem, require_count, single
 from blockmean.curvature._rows import RowSums, pull_back
+from blockmean.curvature.ggn import LARGEST_OUTPUT, ggn_products
 from blockmean.curvature.report import Curvature, finish
 from blockmean.partition import Partition
 
@@ -39,8 +40,8 @@ def empirical_fisher(
     Args:
         model: any module `torch.func.functional_call` can call; its mode, gradients and buffers stay as they are.
         loss_fn: (outputs, targets) → scalar.
-        data: a pair of tensors, or an iterable of (inputs, targets) in batches of any sizes; inputs are a tensor, a
-            tuple of arguments or a dict of keyword arguments. It is walked once.
+        data: a pair (inputs, tensor of targets), or an iterable of (inputs, targets) in batches of any sizes; inputs
+            are a tensor, a tuple of arguments or a dict of keyword arguments. It is walked once.
         partition: of the chosen parameters, flattened and laid end to end, or how to cut them (as `Partition.of`).
         params: the names of the parameters, or a predicate (name, tensor) → bool; by default those that require
             gradients. Tied parameters count once.
@@ -87,8 +88,9 @@ def fisher(
 
     The model's likelihood p is that of the loss: categorical for cross-entropy, Gaussian for the squared error, and κ
     is such that the loss of a sample is −κ log p: 1 for cross-entropy of one label per sample (1/T for the mean of T
-    labels) and, with p of variance 1, 2/C for the mean of C squared errors, 2 for their sum. The matrix then equals the
-    generalised Gauss-Newton matrix of the same loss (`ggn`), found another way.
+    labels; those with `ignore_index` do not count) and, with p of variance 1, 2/C for the mean of C squared errors, 2
+    for their sum. The matrix then equals the generalised Gauss-Newton matrix of the same loss (`ggn`), found another
+    way.
 
     Args:
         loss_fn: `torch.nn.functional.cross_entropy` or `mse_loss`, a `functools.partial` of them, `nn.CrossEntropyLoss`
@@ -96,8 +98,8 @@ def fisher(
         labels: "exact", the expectation over y (C gradients per sample), or "sampled".
         num_probes: with sampled labels, how many are drawn per sample. From two on, `report.lam_error` is their
             standard error; from one it is an upper estimate of it.
-        data, partition, params, reduction, chunk_size, norm_probes, generator: as for `empirical_fisher`; the targets
-            are used for checks alone. `chunk_size` counts gradients, C (or num_probes) of them per sample.
+        data, partition, params, reduction, chunk_size, norm_probes, generator: as for `empirical_fisher`; of the
+            targets, only which are ignored matters. `chunk_size` counts gradients, C (or num_probes) per sample.
 
     >>> model, x = torch.nn.Linear(2, 1, bias=False), torch.tensor([[1.0, 3.0], [2.0, 0.0]])
     >>> F = fisher(model, torch.nn.functional.mse_loss, (x, torch.zeros(2, 1)))
@@ -111,35 +113,37 @@ def fisher(
     """
     require(labels in ("exact", "sampled"), "labels", "fisher", "'exact' or 'sampled'", labels)
     require_count(num_probes, 1, "num_probes", "fisher")
-    likelihood = _likelihood(loss_fn)
+    likelihood, ignored = _likelihood(loss_fn)
     problem = Problem("fisher", model, loss_fn, partition, params, reduction, chunk_size, generator)
     sums, products = RowSums(problem), Products(problem, norm_probes)
-    exact = labels == "exact"
-    kappa = 1.0
+    exact, mean = labels == "exact", reduction == "mean"
+    kappas: set[float] = set()
 
     def add(rows: Tensor, signs: Tensor) -> Tensor:
-        n, k, _ = rows.shape
-        if products:
-            products.add_rows(rows.flatten(0, 1), None if exact else torch.full((n * k,), 1 / k))
         return sums.add(rows.flatten(0, 1)) if exact else sums.add_draws(rows, signs)
 
     with problem.evaluation():
         for chunk in problem.chunks(data, problem.rows_per_pass):
-            shape = problem.output_shape
-            if shape is None:
+            out = problem.evaluate(chunk)
+            if not isinstance(out, Tensor):
                 raise TypeError("fisher: the model must return a tensor, as cross_entropy and mse_loss take it.")
-            outputs, positions = math.prod(shape), math.prod(shape[1:])
+            outputs, positions = math.prod(out.shape[1:]), math.prod(out.shape[2:])
+            few = f"one with at most {LARGEST_OUTPUT} outputs per sample (or labels='sampled')"
+            require(outputs <= LARGEST_OUTPUT or not exact, "model", "fisher", few, outputs)
             if likelihood == "categorical":
-                kappa = 1 / positions if reduction == "mean" else 1.0
-                factor = partial(_categorical, kappa=kappa, exact=exact)
+                kappas.update(_label_weights(chunk.targets, positions, mean, ignored).amax(1).tolist())
+                factor = partial(_categorical, mean=mean, ignored=ignored, exact=exact)
                 noise = None if exact else problem.uniform(chunk.size, num_probes, 1, positions)
             else:
-                kappa = 2 / outputs if reduction == "mean" else 2.0
-                factor = partial(_gaussian, kappa=kappa, exact=exact)
+                kappas.add(2 / outputs if mean else 2.0)
+                factor = partial(_gaussian, mean=mean, exact=exact)
                 noise = None if exact else problem.normal(chunk.size, num_probes, outputs)
             pull_back(problem, chunk, factor, outputs if exact else num_probes, noise, add)
+            if products:
+                products.add(ggn_products(problem, chunk, products.Z))
     kind = "categorical" if likelihood == "categorical" else "Gaussian of variance 1"
-    term = f"κ E_y[∇log p ∇log pᵀ], ℓ_n = −κ log p(y_n|x_n) + const, p {kind}, κ = {kappa:.6g}"
+    kappa = " to ".join(f"{k:.6g}" for k in sorted({min(kappas), max(kappas)}))
+    term = f"κ E_y[∇log p ∇log pᵀ], ℓ_n = −κ log p(y_n|x_n) + const, p {kind}, κ = {kappa}"
     if exact:
         return finish(problem, products, "Fisher", term, sums.A, sums.lam)
     estimated = problem.partition.sizes > 1
@@ -157,8 +161,8 @@ def fisher(
     )
 
 
-def _likelihood(loss_fn: LossFn) -> str:
-    """Which p has the loss as its −log, or a clear refusal."""
+def _likelihood(loss_fn: LossFn) -> tuple[str, int]:
+    """Which p has the loss as its −log, or a clear refusal; and the label that is ignored."""
     inner: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     options = loss_fn.keywords if isinstance(loss_fn, partial) else getattr(loss_fn, "__dict__", {})
     if inner is nn.functional.cross_entropy or type(inner) is nn.CrossEntropyLoss:
@@ -176,10 +180,21 @@ def _likelihood(loss_fn: LossFn) -> str:
     if weighted or smooth:
         what = "class weights" if weighted else f"label_smoothing={smooth}"
         raise ValueError(f"fisher: a loss with {what} is no log-likelihood. empirical_fisher and ggn take any loss.")
-    return found
+    return found, options.get("ignore_index", -100)
 
 
-def _categorical(out: Tensor, _: Any, noise: Tensor, *, kappa: float, exact: bool) -> tuple[Tensor, Tensor]:
+def _label_weights(targets: Tensor, positions: int, mean: bool, ignored: int) -> Tensor:
+    """κ of the labels of samples, 0 where they are ignored, (n, positions)."""
+    if targets.is_floating_point():  # probabilities of classes
+        counted = targets.new_ones(len(targets), positions, dtype=torch.float64)
+    else:
+        counted = (targets.reshape(len(targets), positions) != ignored).double()
+    return counted / counted.sum(1, keepdim=True).clamp(min=1) if mean else counted
+
+
+def _categorical(
+    out: Tensor, target: Any, noise: Tensor, *, mean: bool, ignored: int, exact: bool
+) -> tuple[Tensor, Tensor]:
     """Gradients √κ (p − e_y) of −log p in the outputs (C, ...) of one sample.
 
     Exact: one for each class y at each position, weighted by √p_y; scores at different positions are uncorrelated.
@@ -187,20 +202,20 @@ def _categorical(out: Tensor, _: Any, noise: Tensor, *, kappa: float, exact: boo
     """
     p = out.double().flatten(1).softmax(0) if out.ndim > 1 else out.double().softmax(0).unsqueeze(1)  # (C, positions)
     C, T = p.shape
+    root = _label_weights(single(target), T, mean, ignored)[0].sqrt()  # (positions,)
     if exact:
         classes = torch.eye(C, dtype=p.dtype, device=p.device)
         score = p.mT.unsqueeze(1) - classes  # (positions, y, C)
         score = score * p.mT.unsqueeze(2).sqrt()
-        places = torch.eye(T, dtype=p.dtype, device=p.device)
-        V = torch.einsum("tyc,ts->tycs", score, places).reshape(T * C, C * T)
+        V = torch.einsum("tyc,ts->tycs", score, torch.diag(root)).reshape(T * C, C * T)
     else:
         # The last step of the distribution function is 1 up to rounding, and must not be passed.
         y = (p.cumsum(0)[:-1] <= noise.double()).sum(1)  # (k, positions)
-        V = (p - nn.functional.one_hot(y, C).mT).flatten(1)
-    return kappa**0.5 * V, V.new_ones(len(V))
+        V = ((p - nn.functional.one_hot(y, C).mT) * root).flatten(1)
+    return V, V.new_ones(len(V))
 
 
-def _gaussian(out: Tensor, _: Any, noise: Tensor, *, kappa: float, exact: bool) -> tuple[Tensor, Tensor]:
+def _gaussian(out: Tensor, _: Any, noise: Tensor, *, mean: bool, exact: bool) -> tuple[Tensor, Tensor]:
     """Gradients √κ (f − y) of −log p in the outputs of one sample, exact (the unit vectors) or from normal noise."""
     V = torch.eye(out.numel(), dtype=torch.float64, device=out.device) if exact else noise.double()
-    return kappa**0.5 * V, V.new_ones(len(V))
+    return (2 / out.numel() if mean else 2.0) ** 0.5 * V, V.new_ones(len(V))

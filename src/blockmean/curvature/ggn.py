@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from blockmean.curvature._rows import RowSums, pull_back
 from blockmean.curvature.report import Curvature, finish
 from blockmean.partition import Partition
 
+DERIVATIVE_BYTES = 2**27  # what the derivatives of the outputs of some samples, L each, may take
 LARGEST_OUTPUT = 4096
 """Outputs per sample above which the eigenvectors of one loss Hessian take too long and too much memory."""
 
@@ -49,7 +51,8 @@ def ggn(
     Args:
         loss_fn: (outputs, targets) → scalar, twice differentiable; the model returns a tensor, samples along dim 0.
         num_probes: draws per sample for λ; it is exact where outputs are as few as that, or for None.
-        chunk_size: samples per pass, and rows held at once for λ; by default 256 samples and 64 MB of rows.
+        chunk_size: samples per pass, and rows held at once for λ (at least the draws of one sample); by default 256
+            samples and 64 MB of rows.
         data, partition, params, reduction, norm_probes, generator: as for `empirical_fisher`. With "sum", G = Σ_n.
             Where the model is random, A and λ belong to different draws of it.
 
@@ -65,7 +68,7 @@ def ggn(
     problem = Problem("ggn", model, loss_fn, partition, params, reduction, chunk_size, generator)
     rows, products = RowSums(problem), Products(problem, norm_probes)
     A = torch.zeros_like(rows.A)
-    draws = 0  # per sample; 0 means that λ is exact
+    draws = drawn = 0  # per sample, of one chunk and of any; 0 means that λ is exact
 
     def factor(out: Tensor, target: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
         return _factor(problem, out, target, noise if draws else None)
@@ -75,16 +78,18 @@ def ggn(
 
     with problem.evaluation():
         for chunk in problem.chunks(data, problem.samples_per_pass):
-            outputs = _outputs(problem)
+            outputs = _outputs(problem.evaluate(chunk))
             draws = 0 if num_probes is None or outputs <= num_probes else num_probes
-            A += _between(problem, chunk)
+            drawn = max(drawn, draws)
+            for part in chunk.split(max(1, DERIVATIVE_BYTES // (8 * len(A) * outputs))):
+                A += _between(problem, part)
             pull_back(
                 problem, chunk, factor, draws or outputs, problem.uniform(chunk.size, draws) if draws else None, add
             )
             if products:
-                products.add(torch.stack([_product(problem, chunk, z) for z in products.Z]))
+                products.add(ggn_products(problem, chunk, products.Z))
     term = "J_nᵀ H_n J_n, H_n = ∇²ℓ_n in the outputs"
-    if not draws:
+    if not drawn:
         return finish(problem, products, "generalised Gauss-Newton matrix", term, A, rows.lam)
     return finish(
         problem,
@@ -93,47 +98,84 @@ def ggn(
         term,
         A,
         rows.lam,
-        probes=draws,
+        probes=drawn,
         estimated=problem.partition.sizes > 1,
         lam_error=rows.error(),
     )
 
 
-def _outputs(problem: Problem) -> int:
+def ggn_products(problem: Problem, chunk: Chunk, Z: Tensor) -> Tensor:
+    """Z G of a chunk, (p, d), for directions Z (p, d)."""
+    out, pull, push = _maps(problem, chunk)
+    times = _loss_hessian(problem, chunk, out)
+    return torch.stack([problem.flat(pull(times(push(problem.unflat(z))))) for z in Z])
+
+
+def _outputs(out: Any) -> int:
     """C, the number of outputs per sample."""
-    if problem.output_shape is None:
+    if not isinstance(out, Tensor):
         raise TypeError("ggn: the model must return a tensor with the samples along dim 0.")
-    outputs = math.prod(problem.output_shape)
+    outputs = math.prod(out.shape[1:])
     require(outputs <= LARGEST_OUTPUT, "model", "ggn", f"one with at most {LARGEST_OUTPUT} outputs per sample", outputs)
     return outputs
 
 
 def _between(problem: Problem, chunk: Chunk) -> Tensor:
-    """Tᵀ H T of a chunk, T = J R, (L, L)."""
-    along = []
-    for r in problem.indicators():
-        out, t = _along(problem, chunk, r)
-        along.append(t)
-    T = torch.stack(along)  # (L, n, outputs)
+    """Tᵀ H T of a chunk, T = J R, (L, L).
+
+    Some layers have no forward mode, and some have one that disagrees with their gradients (the row `padding_idx` of an
+    embedding has none). What counts is the gradients, so T is held against one of them, and found from them otherwise.
+    """
+    out, pull, push = _maps(problem, chunk)
+    try:
+        T = torch.stack([_forwards(problem, chunk, r) for r in problem.indicators()])  # (L, n, outputs)
+    except NotImplementedError:
+        T = None
+    if T is None or not _agrees(problem, T, pull):
+        T = torch.stack([push(r) for r in problem.indicators()])
     HT = vmap(_loss_hessian(problem, chunk, out))(T)
     problem.refuse_nonfinite(HT, "the loss or a derivative of it", chunk)
     return working(T.flatten(1)) @ working(HT.flatten(1)).mT
 
 
-def _product(problem: Problem, chunk: Chunk, z: Tensor) -> Tensor:
-    """G z of a chunk, (d,)."""
-    out, t = _along(problem, chunk, problem.unflat(z))
-    problem.reseed()
-    pull = vjp(lambda params: problem.output(params, chunk.inputs), problem.params)[1]
-    return problem.flat(pull(_loss_hessian(problem, chunk, out)(t))[0])
-
-
-def _along(problem: Problem, chunk: Chunk, direction: Tensors) -> tuple[Tensor, Tensor]:
-    """The outputs and their derivative along a direction."""
+def _forwards(problem: Problem, chunk: Chunk, direction: Tensors) -> Tensor:
+    """The derivative of the outputs along a direction, by forward mode."""
     problem.reseed()
     point = {name: problem.params[name] for name in direction}
     found: Any = jvp(lambda moved: problem.output({**problem.params, **moved}, chunk.inputs), (point,), (direction,))
-    return found[0], found[1]
+    t: Tensor = found[1]
+    return t
+
+
+def _maps(problem: Problem, chunk: Chunk) -> tuple[Tensor, Callable[[Tensor], Tensors], Callable[[Tensors], Tensor]]:
+    """The outputs, u → Jᵀu, and its transpose v → Jv by differentiating it once more (it is linear in u)."""
+    problem.reseed()
+    found: Any = vjp(lambda params: problem.output(params, chunk.inputs), problem.params)
+    out, backwards = found
+    zeros = {name: torch.zeros_like(p) for name, p in problem.params.items()}
+
+    def pull(u: Tensor) -> Tensors:
+        gradient: Tensors = backwards(u)[0]
+        return gradient
+
+    @cache
+    def transpose() -> Any:
+        return vjp(pull, torch.zeros_like(out))[1]
+
+    def push(v: Tensors) -> Tensor:
+        t: Tensor = transpose()({**zeros, **v})[0]
+        return t
+
+    return out, pull, push
+
+
+def _agrees(problem: Problem, T: Tensor, pull: Callable[[Tensor], Tensors]) -> bool:
+    """Whether uᵀ(JR) = (Jᵀu)ᵀR for a random u, up to rounding."""
+    u = torch.randn(T.shape[1:], generator=torch.Generator().manual_seed(0)).to(T)
+    partition = problem.partition
+    wanted = working(partition.block_sum(problem.flat(pull(u)))) / working(partition.sizes.to(problem.device)).sqrt()
+    T, u = working(T.flatten(1)), working(u.flatten())
+    return bool(((T @ u - wanted).abs() <= problem.tolerance * (T.abs() @ u.abs())).all())
 
 
 def _loss_hessian(problem: Problem, chunk: Chunk, out: Tensor) -> Callable[[Tensor], Tensor]:

@@ -69,6 +69,7 @@ def hessian(
     drawn = sizes.new_zeros(draws, partition.num_blocks)  # estimates of λ summed over the data, one row per probe
     with problem.evaluation():
         for chunk in problem.chunks(data, problem.samples_per_pass):
+            problem.evaluate(chunk)
             product = _products(problem, chunk)
             for j, r in enumerate(problem.indicators()):
                 column = partition.block_sum(product(r))

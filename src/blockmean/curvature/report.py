@@ -99,7 +99,8 @@ def finish(
     several = partition.multiple.to(lam.device)
     # Products of vectors and matrices in another order leave A symmetric up to rounding only.
     made = Curvature._from_A(partition, weight * lam[several], weight * (A + A.mT) / 2, problem.dtype)
-    explained, explained_error = products.explained(made, weight)
+    lam_error = torch.zeros_like(made.lam) if lam_error is None else (weight * lam_error).to(made.lam)
+    explained, explained_error = products.explained(made, weight, lam_error)
     made._report = Report(
         matrix=matrix,
         equation=problem.equation(term),
@@ -108,7 +109,7 @@ def finish(
         probes=probes,
         estimated=torch.zeros(partition.num_blocks, dtype=torch.bool) if estimated is None else estimated.cpu(),
         exact_A=exact_A,
-        lam_error=torch.zeros_like(made.lam) if lam_error is None else (weight * lam_error).to(made.lam),
+        lam_error=lam_error,
         explained=explained,
         explained_error=explained_error,
     )
