@@ -27,6 +27,8 @@ PARTS = ("data", "forward and backward", "optimizer", "the rest")
 def epoch(arm: str, data_dir: Path | None) -> dict[str, float]:
     """One epoch: seconds of the whole by the clock on the wall, and of its parts by the processor's."""
     use_threads(1)
+    import torch._dynamo  # noqa: F401  # torch's optimizers import it at their first step, in seconds
+
     spec = Spec("mnist", "small", **SMALL_ARMS[arm], lr=0.1, seed=0, steps=steps_per_epoch("mnist", 100), batch=100)
     wall, processor = time.perf_counter(), time.process_time()
     record = run(spec, data_dir)

@@ -93,7 +93,7 @@ def run(spec: Spec, data_dir: Path | None = None, on_step: Callable[[int, float]
         raise ValueError(f"{spec.optimizer} cannot be made with {spec.options}: {error}") from error
     per_epoch = len(images.train) // spec.batch
 
-    epochs: list[dict[str, float | None]] = []
+    epochs: list[dict[str, Any]] = []
     losses: list[float] = []  # of the epoch so far
     diverged_at = None
     seconds = step_seconds = 0.0
@@ -116,21 +116,19 @@ def run(spec: Spec, data_dir: Path | None = None, on_step: Callable[[int, float]
         if on_step is not None:
             on_step(step, losses[-1])
         if (step + 1) % per_epoch == 0:
-            test_loss, test_error = _test(model, images.test, images.test_labels)
-            epochs.append(
-                {"train_loss": sum(losses) / per_epoch, "test_loss": _finite(test_loss), "test_error": test_error}
-            )
+            epochs.append({"train_loss": sum(losses) / per_epoch, **_test(model, images.test, images.test_labels)})
             losses.clear()
-    train_loss, _ = _test(model, images.train[:10_000], images.train_labels[:10_000])
-    test_loss, test_error = _test(model, images.test, images.test_labels)
+    whole = bool(epochs) and not losses  # then the last epoch has had its test
+    tested = epochs[-1] if whole else _test(model, images.test, images.test_labels)
+    train = _test(model, images.train[:10_000], images.train_labels[:10_000])
     return {
         "spec": asdict(spec),
         "environment": environment(),
         "epochs": epochs,  # train_loss: mean over the epoch's batches, as they came; the test after the epoch
         "diverged_at": diverged_at,
-        "train_loss": None if diverged_at is not None else _finite(train_loss),  # of 10,000 images, at the end
-        "test_loss": _finite(test_loss),
-        "test_error": test_error,
+        "train_loss": None if diverged_at is not None else train["test_loss"],  # of 10,000 images, at the end
+        "test_loss": tested["test_loss"],
+        "test_error": tested["test_error"],
         "data_seconds": round(data_seconds, 3),  # of this process; near 0 where an earlier run read the data
         "seconds": round(seconds, 3),  # training without data and evaluation
         "step_seconds": round(step_seconds, 3),  # of which the optimizer
@@ -163,15 +161,11 @@ def _batches(images: Images, spec: Spec) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def _test(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Mean loss, and the share of images that are given the wrong class."""
+def _test(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float | None]:
+    """Mean loss, null where it is not finite, and the share of images that are given the wrong class."""
     loss, wrong = 0.0, 0
     for x, y in zip(images.split(1000), labels.split(1000), strict=True):
         output = model(x)
         loss += float(nn.functional.cross_entropy(output, y, reduction="sum"))
         wrong += int((output.argmax(1) != y).sum())
-    return loss / len(labels), wrong / len(labels)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return {"test_loss": loss / len(labels) if math.isfinite(loss) else None, "test_error": wrong / len(labels)}
