@@ -23,12 +23,6 @@ import matplotlib.pyplot as plt
 SIZES = Partition.from_sizes([2, 5, 3])
 
 
-@pytest.fixture(autouse=True)
-def _close_figures():
-    yield
-    plt.close("all")
-
-
 def small() -> BlockMean:
     return BlockMean(SIZES, torch.tensor([2.0, 1.0, 3.0]), torch.linspace(-1, 1, 9).reshape(3, 3))
 

@@ -21,12 +21,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 
-@pytest.fixture(autouse=True)
-def _close_figures():
-    yield
-    plt.close("all")
-
-
 def task(make=AdamBMA, width=4, **options):
     """A model, an optimizer of it, and a function that takes steps."""
     torch.manual_seed(0)
