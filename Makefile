@@ -32,6 +32,7 @@ reproduce: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/figures.py
 	$(BIN)/python docs/figures_curvature.py
+	$(BIN)/python docs/results.py
 
 clean:
 	rm -rf .venv build dist out src/*.egg-info

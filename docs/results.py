@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -35,8 +34,9 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def filled(page: str, found: Outcome) -> str:
     """The page with everything between the two marks made anew."""
-    between = re.compile(f"(?<={re.escape(START)}\n).*?(?=\n{re.escape(END)})", re.DOTALL)
-    return between.sub(lambda _: markdown(found), page)
+    before, _, rest = page.partition(START)
+    after = rest.partition(END)[2]
+    return f"{before}{START}\n\n{markdown(found)}\n\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import re
 from pathlib import Path
 
@@ -64,3 +65,12 @@ def test_links_lead_somewhere(page: Path):
     targets = [target for target, _ in LINK.findall(page.read_text()) if "://" not in target]
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing
+
+
+def test_the_page_of_results_says_what_the_records_say(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("results", ROOT / "docs" / "results.py")
+    results = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(results)
+    page = results.PAGE.read_text()
+    assert page.count(results.START) == page.count(results.END) == 1
+    assert results.filled(page, results.outcome(tmp_path)) == page, "run `make docs`"
