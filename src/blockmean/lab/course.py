@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 SMOOTH = 50
-"""Steps over which the loss is averaged: single batches jump too much to be read."""
+"""Most steps over which the loss is averaged: single batches jump too much to be read."""
 
 
 def draw_course(record: dict[str, Any], losses: list[float], path: Path) -> list[Path]:
@@ -20,7 +20,8 @@ def draw_course(record: dict[str, Any], losses: list[float], path: Path) -> list
     left, right = figure.subplots(1, 2)
     steps = range(1, len(losses) + 1)
     left.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="each batch")
-    left.plot(steps, _smooth(losses), color="tab:blue", label=f"mean of the last {SMOOTH}")
+    window = max(1, min(SMOOTH, len(losses) // 10))
+    left.plot(steps, _smooth(losses, window), color="tab:blue", label=f"mean of the last {window}")
     left.set(xlabel="step", ylabel="training loss (cross-entropy)", ylim=(0, None))
     left.legend(fontsize=8)
     errors = [epoch["test_error"] for epoch in record["epochs"]]
@@ -37,9 +38,9 @@ def draw_course(record: dict[str, Any], losses: list[float], path: Path) -> list
     return written
 
 
-def _smooth(losses: list[float]) -> list[float]:
-    """The mean of the last SMOOTH losses at every step."""
+def _smooth(losses: list[float], window: int) -> list[float]:
+    """The mean of the last `window` losses at every step."""
     sums = [0.0]
     for loss in losses:
         sums.append(sums[-1] + loss)
-    return [(sums[i] - sums[max(0, i - SMOOTH)]) / min(i, SMOOTH) for i in range(1, len(sums))]
+    return [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]

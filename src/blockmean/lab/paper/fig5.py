@@ -120,7 +120,7 @@ def _draw(found: list[Found], arms: set[str], path: Path) -> Picture:
         axes[0].set_ylabel(f"training loss, summed over\nthe {one.batches} batches of an epoch")
         axes[0].legend(fontsize=8)
     counts = sorted({len(records) for one in found for records in one.results.values()})
-    caption = f"Mean over {_either(counts)} seeds; the band reaches from the smallest to the largest."
+    caption = f"Mean over {_either(counts)} seeds, the thin lines, with a band from the smallest to the largest."
     if any(one.study.name in AUTHORS for one in found):
         caption += " Triangles at the right edge: where the authors' curves end (one seed, more epochs than ours)."
     return save(figure, path, caption)
@@ -131,10 +131,12 @@ def _either(counts: list[int]) -> str:
 
 
 def _curve(ax: Axes, arm: str, runs: list[list[float]]) -> None:
-    """The mean over seeds, as far as all of them came, with a band from the smallest to the largest."""
+    """The mean over seeds, as far as all of them came, with a band from the smallest to the largest; each seed thin."""
     values = list(zip(*runs, strict=False))  # a run that diverged is shorter
     epochs = range(1, len(values) + 1)
     ax.plot(epochs, [statistics.mean(row) for row in values], color=COLOURS[arm], label=arm, marker=".", markersize=4)
+    for run in runs:  # one seed that goes astray must not pass for a wide spread of all
+        ax.plot(range(1, len(run) + 1), run, color=COLOURS[arm], linewidth=0.5, alpha=0.6)
     ax.fill_between(epochs, list(map(min, values)), list(map(max, values)), color=COLOURS[arm], alpha=0.15, linewidth=0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
