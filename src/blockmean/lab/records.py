@@ -86,7 +86,7 @@ def run_all(
                 yield record
     except BaseException:  # Ctrl-C too: what is finished is written, and nobody waits for the runs in progress
         for process in multiprocessing.active_children():
-            process.terminate()
+            process.kill()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
