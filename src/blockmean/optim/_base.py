@@ -57,8 +57,9 @@ class Work:
     @cached_property
     def present(self) -> Tensor:
         """Which blocks take part, (L,)."""
-        mask = torch.zeros(self.layout.num_blocks, dtype=torch.bool, device=self.sums.device)
-        for member in self.members:
+        everyone = len(self.members) == len(self.layout.tensors)
+        mask = torch.full((self.layout.num_blocks,), everyone, device=self.sums.device)
+        for member in self.members if not everyone else ():
             mask[member.blocks.start : member.blocks.stop] = True
         return mask
 

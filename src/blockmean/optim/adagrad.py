@@ -144,7 +144,7 @@ def block_sums(members: list[Member], num_blocks: int, variant: str | None, eps:
             z = (r + eps).sqrt()
             rows.append(blocks.sum(r if variant == "weighted" else z))
             rows.append(rows[0] if variant == "paper" else blocks.sum(_weight(r, z, eps, variant == "weighted") * g))
-        sums[:, blocks.start : blocks.stop] += torch.stack(rows)
+        sums[:, blocks.start : blocks.stop].add_(torch.stack(rows))
     return sums
 
 

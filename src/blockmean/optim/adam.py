@@ -144,7 +144,7 @@ def block_sums(members: list[Member], num_blocks: int, num_rows: int, betas: tup
             rows += [squares, squares / (1 - betas[1] ** step) if step else squares, blocks.sum(w * m) * gain]
             if num_rows > 4:
                 rows += [blocks.sum((m / z).square_()) * gain**2, blocks.sum(w.square_())]
-        sums[:, blocks.start : blocks.stop] += torch.stack(rows)
+        sums[:, blocks.start : blocks.stop].add_(torch.stack(rows))
     return sums
 
 

@@ -222,5 +222,5 @@ def block_sums(members: list[Member], num_blocks: int) -> Tensor:
         g, blocks = member.grad, member.blocks
         u, sizes = blocks.sum(g), blocks.sizes.to(g)
         squares = blocks.sum((g - blocks.spread(u / sizes)).square_())
-        sums[:, blocks.start : blocks.stop] += torch.stack([u, squares, u.square() / sizes])
+        sums[:, blocks.start : blocks.stop].add_(torch.stack([u, squares, u.square() / sizes]))
     return sums
