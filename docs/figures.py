@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from blockmean.lab.paper import PARTS, Setting
-from blockmean.lab.paper.outcome import save
+from blockmean.lab.picture import save
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "img"

@@ -16,6 +16,7 @@ import blockmean
 from blockmean import cli
 from blockmean.lab import paper
 from blockmean.lab.paper import PARTS, Claim, Outcome, Setting, Verdict
+from blockmean.lab.sources import DamagedData
 
 run = CliRunner().invoke
 
@@ -68,15 +69,38 @@ def test_only_mathematics_that_fails_gives_exit_code_1(
     assert str(verdict) in result.output
 
 
-def test_a_part_whose_data_is_missing_does_not_withhold_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+@pytest.mark.parametrize("error", [FileNotFoundError, DamagedData])
+def test_a_part_without_good_data_does_not_withhold_the_rest(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     def without_data(setting: Setting) -> Outcome:
-        raise FileNotFoundError("mnist is not here")
+        raise error("mnist is not here")
 
     monkeypatch.setattr(paper, "PARTS", {"a": without_data, "b": lambda setting: outcome(Verdict.NOISE, False)})
     result = run(cli.app, ["report", "--out", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert "a is not in the report: mnist is not here" in result.output
     assert "mnist is not here" in (tmp_path / "report.html").read_text()
+
+
+def test_a_part_that_is_wrong_is_not_taken_for_a_wrong_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def broken(setting: Setting) -> Outcome:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(paper, "PARTS", {"a": broken})
+    result = run(cli.app, ["report", "--out", str(tmp_path)])
+    assert isinstance(result.exception, ValueError)
+    assert "Usage" not in result.output
+
+
+def test_damaged_data_is_named_once_also_from_a_worker(tmp_path: Path):
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"not gzip")
+    for name in ("train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+        (tmp_path / name).write_bytes(b"")
+    arguments = ["reproduce", "fig5", "--profile", "paper", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+    result = run(cli.app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert result.output.count("is truncated or damaged") == result.output.count("with --download") == 1
 
 
 def test_report_measures_nothing(tmp_path: Path):

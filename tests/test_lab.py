@@ -122,14 +122,14 @@ def test_records_are_made_once_and_corrupt_ones_again(tmp_path, capsys):
     for other in ("[1, 2]", '{"spec": 1}'):
         broken.write_text(other)
         assert records.read(tmp_path, SPEC) is None
-        assert "not the record of a run" in capsys.readouterr().err
+        assert "it is no such record" in capsys.readouterr().err
     broken.write_bytes(b"\xff\xfe\x00")
     assert records.read(tmp_path, SPEC) is None
     assert "can't decode byte" in capsys.readouterr().err
     foreign = json.loads((tmp_path / f"{specs[1].key}.json").read_text())
     broken.write_text(json.dumps(foreign))
     assert records.read(tmp_path, SPEC) is None
-    assert "belongs to another run" in capsys.readouterr().err
+    assert "belongs to other settings" in capsys.readouterr().err
     list(records.run_all([SPEC], tmp_path))
     assert records.read(tmp_path, SPEC)["spec"] == asdict(SPEC)
 

@@ -195,8 +195,8 @@ def test_table_4_is_measured_once(tmp_path: Path, few_rounds: None, monkeypatch:
     ("spoil", "complaint"),
     [
         (lambda text: text[:-40], "cannot be used"),
-        (lambda text: "[]", "it is not the record of a timing"),
-        (lambda text: text.replace('"batch": 100', '"batch": 64'), "it belongs to another measurement"),
+        (lambda text: "[]", "it is no such record"),
+        (lambda text: text.replace('"batch": 100', '"batch": 64'), "it belongs to other settings"),
         (lambda text: json.dumps({**json.loads(text), "models": {}}), "'small'"),
         (lambda text: json.dumps(without_a_round(json.loads(text))), "rounds are missing"),
     ],
@@ -212,7 +212,7 @@ def test_a_record_that_cannot_be_used_is_named_and_made_again(spoil, complaint, 
     complained = capsys.readouterr().err
     assert f"{path} cannot be used" in complained
     assert complaint in complained
-    assert "measured again" in complained
+    assert "made again" in complained
     assert json.loads(path.read_text()) == json.loads(json.dumps(again))
     assert list(tmp_path.iterdir()) == [path]
 

@@ -21,8 +21,9 @@ from matplotlib.figure import Figure
 
 from blockmean.lab import report
 from blockmean.lab.paper import PARTS
-from blockmean.lab.paper.outcome import Claim, Outcome, Picture, Setting, Table, Verdict, save
+from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
 from blockmean.lab.paper.protocol import studies
+from blockmean.lab.picture import Picture, save
 from blockmean.lab.report import SIGNS, write_report
 
 ROOT = Path(__file__).parents[1]

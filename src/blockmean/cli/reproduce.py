@@ -78,7 +78,7 @@ def reproduce(
         except KeyboardInterrupt:
             console.print(f"Stopped. Finished runs are in {setting.records}; the same command goes on from there.")
             raise typer.Exit(130) from None
-        _report(chosen, setting)
+    _report(chosen, setting)
 
 
 @app.command()
@@ -93,15 +93,18 @@ def report(
 ) -> None:
     """Write report.html from the records that are there; no study is run, no time is measured."""
     with explained("report"):
-        setting = _setting(profile, out, records, data_dir, seeds, epochs)
-        _report(_chosen(parts), replace(setting, measure=False))
+        setting = replace(_setting(profile, out, records, data_dir, seeds, epochs), measure=False)
+        chosen = _chosen(parts)
+    _report(chosen, setting)
 
 
 def _setting(
     profile: str, out: Path, records: Path | None, data_dir: Path | None, seeds: int | None, epochs: int | None
 ) -> Setting:
     from blockmean.lab.paper import Setting
+    from blockmean.lab.paper.protocol import studies
 
+    studies(profile, seeds, epochs)  # raises where there is no such profile
     published = PUBLISHED if PUBLISHED.exists() else None
     return Setting(out, records or out / "records", profile, data_dir, seeds, epochs, published)
 
@@ -141,6 +144,7 @@ def _report(chosen: list[str], setting: Setting) -> None:
     """Make the parts and the report, and print what was found."""
     from blockmean.lab.paper import PARTS, Verdict
     from blockmean.lab.report import write_report
+    from blockmean.lab.sources import DamagedData
 
     outcomes: dict[str, Outcome] = {}
     missing: dict[str, str] = {}
@@ -149,7 +153,7 @@ def _report(chosen: list[str], setting: Setting) -> None:
             status.update(f"drawing {name}")
             try:
                 outcomes[name] = PARTS[name](setting)
-            except FileNotFoundError as error:  # data that is not here is no reason to withhold the rest
+            except (FileNotFoundError, DamagedData) as error:  # no reason to withhold the rest
                 missing[name] = str(error)
         path = write_report(outcomes, setting, setting.out / "report.html", missing)
     _show(outcomes)

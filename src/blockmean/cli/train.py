@@ -64,7 +64,8 @@ def train(
             console.print(f"Diverged at step {record['diverged_at'] + 1}: try a smaller --lr.", style="bold red")
         _show(record)
         write(out, spec, record)
-        for path in (out / f"{spec.key}.json", *draw_course(record, losses, out / spec.key)):
+        picture = draw_course(record, losses, out / spec.key)
+        for path in (out / f"{spec.key}.json", picture.png, picture.svg):
             console.print(str(path), highlight=False, soft_wrap=True)
 
 

@@ -328,7 +328,7 @@ class Problem:
 
 def require_count(value: int, least: int, name: str, owner: str) -> None:
     """Raise unless the value is a whole number and large enough."""
-    require(isinstance(value, int) and value is not True, name, owner, "a whole number", value, TypeError)
+    require(isinstance(value, int) and not isinstance(value, bool), name, owner, "a whole number", value, TypeError)
     require(value >= least, name, owner, f"at least {least}", value)
 
 

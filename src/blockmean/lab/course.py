@@ -8,12 +8,14 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from blockmean.lab.picture import Picture, save
+
 SMOOTH = 50
 """Most steps over which the loss is averaged: single batches jump too much to be read."""
 
 
-def draw_course(record: dict[str, Any], losses: list[float], path: Path) -> list[Path]:
-    """Loss per step and test error per epoch, as `path`.png and `path`.svg."""
+def draw_course(record: dict[str, Any], losses: list[float], path: Path) -> Picture:
+    """Loss per step and test error per epoch."""
     spec = record["spec"]
     figure = Figure(figsize=(9.5, 3.4), layout="constrained")
     figure.suptitle(f"{spec['optimizer']}, learning rate {spec['lr']:g}: {spec['model']} model on {spec['dataset']}")
@@ -31,11 +33,7 @@ def draw_course(record: dict[str, Any], losses: list[float], path: Path) -> list
     right.yaxis.set_major_formatter(PercentFormatter(1.0))
     for ax in (left, right):
         ax.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
-    for file in written:
-        figure.savefig(file, dpi=150)
-    return written
+    return save(figure, path)
 
 
 def _smooth(losses: list[float], window: int) -> list[float]:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from blockmean import Partition, curvature, plot
 from blockmean.lab.data import load
 from blockmean.lab.environment import environment
 from blockmean.lab.models import MODELS
+from blockmean.lab.picture import save
 
 MATRICES: dict[str, Callable[..., curvature.Curvature]] = {
     "empirical_fisher": curvature.empirical_fisher,
@@ -83,16 +83,12 @@ class Inspection:
 
     def save(self, out: Path) -> list[Path]:
         """Write coupling.png, coupling.svg and coupling.json, and return their paths."""
-        out.mkdir(parents=True, exist_ok=True)
-        paths = [out / f"coupling.{suffix}" for suffix in ("png", "svg", "json")]
         figure: Any = plot.coupling(self.matrix, title=self.title).figure
-        figure.savefig(paths[0], dpi=150)
-        # matplotlib puts the date and random identifiers into an SVG unless told otherwise.
-        with matplotlib.rc_context({"svg.hashsalt": "coupling"}):
-            figure.savefig(paths[1], metadata={"Date": None})
+        picture = save(figure, out / "coupling")
         plt.close(figure)
-        paths[2].write_text(json.dumps(self.record()) + "\n")
-        return paths
+        numbers = out / "coupling.json"
+        numbers.write_text(json.dumps(self.record()) + "\n")
+        return [picture.png, picture.svg, numbers]
 
     @property
     def title(self) -> str:

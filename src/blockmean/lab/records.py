@@ -22,25 +22,36 @@ _steps_made: Any = None  # in a worker: the counter that it shares with the othe
 
 def read(folder: Path, spec: Spec) -> Record | None:
     """The record of a spec, or None where there is none that can be used; one that cannot be used is named."""
-    path = folder / f"{spec.key}.json"
+    return load(folder / f"{spec.key}.json", asdict(spec), REQUIRED)
+
+
+def write(folder: Path, spec: Spec, record: Record) -> None:
+    """Write the record of a spec."""
+    store(folder / f"{spec.key}.json", record)
+
+
+def load(
+    path: Path, spec: dict[str, Any], required: set[str], check: Callable[[Record], None] = lambda record: None
+) -> Record | None:
+    """A record with these keys and this spec, or None where there is none that can be used; `check` may refuse it."""
     if not path.exists():
         return None
     try:
         record: Record = json.loads(path.read_text())
-        if not isinstance(record, dict) or not record.keys() >= REQUIRED:
-            raise ValueError("it is not the record of a run")
-        if record["spec"] != json.loads(json.dumps(asdict(spec))):
-            raise ValueError("it belongs to another run")
-    except ValueError as error:  # broken JSON and broken UTF-8 are ValueErrors too
-        print(f"{path} cannot be used ({error}); the run is made again.", file=sys.stderr)
+        if not isinstance(record, dict) or not record.keys() >= required:
+            raise ValueError("it is no such record")
+        if record["spec"] != json.loads(json.dumps(spec)):
+            raise ValueError("it belongs to other settings")
+        check(record)
+    except (ValueError, KeyError, TypeError) as error:  # broken JSON and broken UTF-8 are ValueErrors too
+        print(f"{path} cannot be used ({error}); it is made again.", file=sys.stderr)
         return None
     return record
 
 
-def write(folder: Path, spec: Spec, record: Record) -> None:
+def store(path: Path, record: Record) -> None:
     """Write a record in one move, so that an interruption leaves either nothing or all of it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{spec.key}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.part")
     unfinished.write_text(json.dumps(record, allow_nan=False) + "\n")
     unfinished.replace(path)

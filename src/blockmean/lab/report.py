@@ -18,8 +18,9 @@ from xml.etree.ElementTree import Element
 from blockmean import __version__
 from blockmean.lab.environment import environment
 from blockmean.lab.paper import PARTS
-from blockmean.lab.paper.outcome import Claim, Outcome, Picture, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
 from blockmean.lab.paper.protocol import studies
+from blockmean.lab.picture import Picture
 
 TITLE = "Block Mean Approximation, reproduced"
 PAPER = "Block Mean Approximation for Efficient Second Order Optimization"

@@ -16,7 +16,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-REMEDY = "Put the published file in its place, or remove it and fetch the data set with --download."
+
+class DamagedData(ValueError):
+    """A file is not the published one."""
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}. Put the published file in its place, or remove it and fetch it with --download."
 
 
 class Stream(Protocol):
@@ -117,10 +122,10 @@ def read(source: Source, paths: list[Path]) -> dict[str, Tensor]:
             for name, where, stream in _open(source, path):
                 contents[name] = _decode(source.files[name], where, stream)
         except (EOFError, gzip.BadGzipFile, tarfile.TarError, zlib.error) as error:
-            raise ValueError(f"{path} is truncated or damaged: {error}. {REMEDY}") from error
+            raise DamagedData(f"{path} is truncated or damaged: {error}") from error
     missing = [name for name in source.files if name not in contents]
     if missing:
-        raise ValueError(f"{', '.join(map(str, paths))} lacks {', '.join(missing)}. {REMEDY}")
+        raise DamagedData(f"{', '.join(map(str, paths))} lacks {', '.join(missing)}")
     return contents
 
 
@@ -145,21 +150,21 @@ def _decode(file: File, where: str, stream: Stream) -> Tensor:
     size = len(file.header) + math.prod(file.shape)
     raw = bytearray(stream.read(size + 1))  # no more, whatever a packed file may unfold into
     if not raw.startswith(file.header):
-        raise ValueError(f"{where} {_announced(raw)} instead of unsigned bytes of shape {list(file.shape)}. {REMEDY}")
+        raise DamagedData(f"{where} {_announced(raw)} instead of unsigned bytes of shape {list(file.shape)}")
     if len(raw) != size:
         found = f"only {len(raw)}" if len(raw) < size else f"more than {size}"
-        raise ValueError(f"{where} has {found} bytes instead of {size}. {REMEDY}")
+        raise DamagedData(f"{where} has {found} bytes instead of {size}")
     values = torch.frombuffer(raw, dtype=torch.uint8, offset=len(file.header)).view(file.shape)
     if file.labelled:
         labels = values.view(len(values), -1)[:, 0]
         if labels.max() > 9:
             row = int(labels.argmax())
-            raise ValueError(f"{where} has the label {labels[row]} in row {row}; labels are 0 to 9. {REMEDY}")
+            raise DamagedData(f"{where} has the label {labels[row]} in row {row}; labels are 0 to 9")
     md5 = hashlib.md5(raw, usedforsecurity=False).hexdigest()
     if md5 != file.md5:
-        raise ValueError(
+        raise DamagedData(
             f"{where} has the md5 checksum {md5} instead of {file.md5}: it was altered, or it belongs to another data "
-            f"set (Fashion-MNIST has files of the same names as MNIST). {REMEDY}"
+            f"set (Fashion-MNIST has files of the same names as MNIST)"
         )
     return values
 

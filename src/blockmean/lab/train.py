@@ -83,10 +83,7 @@ def run(spec: Spec, data_dir: Path | None = None, on_step: Callable[[int, float]
     images = _images(spec.dataset, spec.inputs, data_dir)
     data_seconds = time.process_time() - began
     torch.manual_seed(spec.seed)
-    channels, height, width = images.train.shape[1:]
-    # Convolutions with few channels are half as fast again when the channels of a pixel lie side by side.
-    model: nn.Module = MODELS[spec.model]((channels, height, width))
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own stubs lack it
+    model = network(spec.model, images.train)
     try:
         optimizer = OPTIMIZERS[spec.optimizer](model.parameters(), lr=spec.lr, **spec.options)
     except TypeError as error:  # an option that it does not know
@@ -133,6 +130,13 @@ def run(spec: Spec, data_dir: Path | None = None, on_step: Callable[[int, float]
         "seconds": round(seconds, 3),  # training without data and evaluation
         "step_seconds": round(step_seconds, 3),  # of which the optimizer
     }
+
+
+def network(name: str, images: Tensor) -> nn.Module:
+    """A new model for such images. Its channels lie side by side, pixel by pixel: small convolutions are faster so."""
+    channels, height, width = images.shape[1:]
+    model: nn.Module = MODELS[name]((channels, height, width))
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]  # not in its stubs
 
 
 @lru_cache(maxsize=2)

@@ -71,7 +71,8 @@ class CouplingRecorder:
         ours = isinstance(optimizer, BlockMeanOptimizer)
         require(ours, "optimizer", OWNER, "an optimizer of blockmean", type(optimizer).__name__, TypeError)
         for name, value, least in (("every", every, 1), ("max_records", max_records, 2)):
-            require(isinstance(value, int), name, OWNER, "a whole number", value, TypeError)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            require(whole, name, OWNER, "a whole number", value, TypeError)
             require(value >= least, name, OWNER, f"at least {least}", value)
         able = writer is None or all(callable(getattr(writer, name, None)) for name in ("add_scalar", "add_figure"))
         require(able, "writer", OWNER, "a TensorBoard SummaryWriter", type(writer).__name__, TypeError)

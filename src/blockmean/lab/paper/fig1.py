@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from blockmean import AdaGradBMA, AdaGradFull
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict, save
+from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
 from blockmean.lab.paper.protocol import RATES
+from blockmean.lab.picture import save
 
 Q = torch.tensor([[1.0, -0.8], [-0.8, 1.0]], dtype=torch.float64)
 WORST = torch.tensor([2.5, 2.0], dtype=torch.float64)

@@ -6,7 +6,8 @@ import torch
 from matplotlib.figure import Figure
 
 from blockmean import BlockMean, Partition, plot
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Verdict, save
+from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Verdict
+from blockmean.lab.picture import save
 
 
 def fig2(setting: Setting) -> Outcome:

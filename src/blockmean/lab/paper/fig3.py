@@ -7,8 +7,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from blockmean import BlockMean, Partition, plot
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Verdict, save
+from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Verdict
 from blockmean.lab.paper.related_work import related_work
+from blockmean.lab.picture import save
 
 
 def fig3(setting: Setting) -> Outcome:

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from blockmean import BlockMean, Partition, curvature, plot
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict, save
+from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
 from blockmean.lab.paper.small_fisher import SAMPLES, TRAINED, SmallFisher, small_fisher
+from blockmean.lab.picture import save
 
 PAPER = {"tensor": 0.1036, "unit": 0.1024, "kernel": 0.0998}
 """How weights are cut, and the mean square error that the paper prints; biases are one block per layer in all three."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from blockmean.lab.paper.outcome import Claim, Outcome, Picture, Setting, Table, Verdict, save
+from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
 from blockmean.lab.paper.protocol import OWN_ARMS, SMALL_ARMS, studies
+from blockmean.lab.picture import Picture, save
 from blockmean.lab.study import Interval, Study, last_loss, paired
 from blockmean.lab.train import Record, steps_per_epoch
 
@@ -119,15 +120,12 @@ def _draw(found: list[Found], arms: set[str], path: Path) -> Picture:
             ax.grid(alpha=0.3)
         axes[0].set_ylabel(f"training loss, summed over\nthe {one.batches} batches of an epoch")
         axes[0].legend(fontsize=8)
-    counts = sorted({len(records) for one in found for records in one.results.values()})
-    caption = f"Mean over {_either(counts)} seeds, the thin lines, with a band from the smallest to the largest."
+    counts = {len(records) for one in found for records in one.results.values()}
+    seeds = " or ".join(map(str, sorted(counts)))
+    caption = f"Mean over {seeds} seeds, the thin lines, with a band from the smallest to the largest."
     if any(one.study.name in AUTHORS for one in found):
         caption += " Triangles at the right edge: where the authors' curves end (one seed, more epochs than ours)."
     return save(figure, path, caption)
-
-
-def _either(counts: list[int]) -> str:
-    return " or ".join(map(str, counts))
 
 
 def _curve(ax: Axes, arm: str, runs: list[list[float]]) -> None:
@@ -155,16 +153,17 @@ def _claims(one: Found) -> list[Claim]:
     if not diag or not bma:
         return []
 
-    def error(record: Record) -> float:
-        return float(record["test_error"])
-
     claims = [
         _smaller(f"{one.title}: AdaGrad-BMA reaches a smaller training loss than diag", paired(bma, diag, one.loss)),
-        _smaller(f"{one.title}: AdaGrad-BMA has a smaller test error than diag", paired(bma, diag, error)),
+        _smaller(f"{one.title}: AdaGrad-BMA has a smaller test error than diag", paired(bma, diag, _error)),
     ]
     if full:
         claims.append(_similar(one.title, paired(bma, full, one.loss), paired(diag, full, one.loss)))
     return claims
+
+
+def _error(record: Record) -> float:
+    return float(record["test_error"])
 
 
 def _smaller(claim: str, difference: Interval | None) -> Claim:
@@ -192,21 +191,20 @@ def _results(one: Found) -> Table:
     header = ["optimizer", "rate", "seeds", "training loss", "beside diag", "test error", "error beside diag"]
     header += ["ms per step", "of which optimizer"]
     rows = []
-    best = one.study.best_rates(one.folder)
     for arm, records in one.results.items():
         diag = one.results.get("diag", []) if arm != "diag" else []
         steps = sum(record["spec"]["steps"] for record in records)
-        losses, errors = [one.loss(record) for record in records], [float(record["test_error"]) for record in records]
+        losses, errors = [one.loss(record) for record in records], [_error(record) for record in records]
         seconds = [sum(record[key] for record in records) for key in ("seconds", "step_seconds")]
         rows.append(
             [
                 arm,
-                f"{best[arm]:g}",
+                f"{records[0]['spec']['lr']:g}",
                 str(len(records)),
                 f"{statistics.mean(losses):.1f}",
                 str(paired(records, diag, one.loss) or "–"),
                 f"{statistics.mean(errors):.4f}",
-                str(paired(records, diag, lambda record: float(record["test_error"])) or "–"),
+                str(paired(records, diag, _error) or "–"),
                 f"{1000 * seconds[0] / steps:.1f}",
                 f"{seconds[1] / seconds[0]:.0%}",
             ]

@@ -7,8 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-from matplotlib.figure import Figure
+from blockmean.lab.picture import Picture
 
 
 class Verdict(StrEnum):
@@ -35,21 +34,6 @@ class Claim(NamedTuple):
     measured: str
     verdict: Verdict
     exact: bool = False
-
-
-class Picture(NamedTuple):
-    """A figure on disk, as `path`.svg and `path`.png, and what it shows."""
-
-    path: Path
-    caption: str
-
-    @property
-    def svg(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.svg")
-
-    @property
-    def png(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.png")
 
 
 class Table(NamedTuple):
@@ -86,14 +70,3 @@ class Setting:
     """Records that come with the project, for studies that this profile does not run."""
     measure: bool = True
     """Whether a measurement that has no record may be taken now."""
-
-
-def save(figure: Figure, path: Path, caption: str = "") -> Picture:
-    """Write a figure as `path`.svg and `path`.png, the same bytes for the same figure."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture = Picture(path, caption)
-    # matplotlib puts the date and random identifiers into an SVG unless told otherwise.
-    with matplotlib.rc_context({"svg.hashsalt": path.name}):
-        figure.savefig(picture.svg, metadata={"Date": None}, dpi=200)
-    figure.savefig(picture.png, dpi=150)
-    return picture

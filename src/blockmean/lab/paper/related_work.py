@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from blockmean import BlockMean, Partition
-from blockmean.lab.paper.outcome import Claim, Outcome, Picture, Setting, Table, Verdict, save
+from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
 from blockmean.lab.paper.small_fisher import small_fisher
+from blockmean.lab.picture import Picture, save
 
 CUTS = ("kernel", "unit", "tensor", "module", "all")
 RANKS = (1, 2, 3, 5, 10, 20, 50)

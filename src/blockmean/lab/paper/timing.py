@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +13,10 @@ from torch import nn
 
 from blockmean.lab.data import load
 from blockmean.lab.environment import environment
-from blockmean.lab.models import MODELS
 from blockmean.lab.paper.protocol import DIAGONAL, PAPER, SMALL_ARMS
-from blockmean.lab.train import OPTIMIZERS, Record
+from blockmean.lab.records import load as load_record
+from blockmean.lab.records import store
+from blockmean.lab.train import OPTIMIZERS, Record, network
 
 SELDOM = "BMA, D every 10 steps"
 LARGE: dict[str, dict[str, Any]] = {
@@ -35,11 +33,11 @@ STEPS = 10  # of an optimizer in a row: one of them renews D, also where that is
 def timings(path: Path, profile: str) -> Record:
     """The record at `path`; where there is none that can be used, everything is measured and written there."""
     spec = {"rounds": ROUNDS[profile], "batch": BATCH, "steps": STEPS, "arms": ARMS}
-    record = _read(path, spec)
+    record = load_record(path, spec, {"spec", "models", "environment"}, _require_all_rounds)
     if record is None:
         models = {name: _measure(name, ROUNDS[profile][name]) for name in ARMS}
         record = {"spec": spec, "environment": environment(), "models": models}
-        _write(path, record)
+        store(path, record)
     return record
 
 
@@ -50,8 +48,7 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: nn.Module = MODELS[name]((1, 28, 28))
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own stubs lack it
+        model = network(name, images.train)
     params, optimizers = {}, {}
     for arm, how in ARMS[name].items():
         params[arm] = list(copy.deepcopy(model).parameters())
@@ -79,30 +76,9 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
     return {"forward_backward": forward_backward[1:], "step": {arm: times[1:] for arm, times in step.items()}}
 
 
-def _read(path: Path, spec: dict[str, Any]) -> Record | None:
-    """The record of this measurement, or None where there is none that can be used; a bad one is named."""
-    if not path.exists():
-        return None
-    try:
-        record: Record = json.loads(path.read_text())
-        if not isinstance(record, dict) or not record.keys() >= {"spec", "models", "environment"}:
-            raise ValueError("it is not the record of a timing")
-        if record["spec"] != json.loads(json.dumps(spec)):
-            raise ValueError("it belongs to another measurement")
-        for name, arms in ARMS.items():
-            samples = record["models"][name]
-            counts = {len(samples["forward_backward"]), *(len(samples["step"][arm]) for arm in arms)}
-            if counts != {spec["rounds"][name]}:
-                raise ValueError("rounds are missing")
-    except (ValueError, KeyError, TypeError) as error:  # broken JSON and broken UTF-8 are ValueErrors too
-        print(f"{path} cannot be used ({error}); it is measured again.", file=sys.stderr)
-        return None
-    return record
-
-
-def _write(path: Path, record: Record) -> None:
-    """In one move, so that an interruption leaves either nothing or all of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.part")
-    unfinished.write_text(json.dumps(record, allow_nan=False) + "\n")
-    unfinished.replace(path)
+def _require_all_rounds(record: Record) -> None:
+    for name, arms in ARMS.items():
+        samples = record["models"][name]
+        counts = {len(samples["forward_backward"]), *(len(samples["step"][arm]) for arm in arms)}
+        if counts != {record["spec"]["rounds"][name]}:
+            raise ValueError("rounds are missing")
