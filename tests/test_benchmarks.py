@@ -94,3 +94,18 @@ def test_pictures_of_the_documentation_are_small():
     pictures = list((ROOT / "docs" / "img").iterdir())
     assert {path.name for path in pictures} >= {"fig2.svg", "fig3.svg", "algebra_cost.svg"}
     assert all(path.stat().st_size < 200_000 for path in pictures)
+
+
+@pytest.mark.slow  # five processes
+def test_the_epoch_benchmark_writes_a_whole_record(tmp_path: Path):
+    out = tmp_path / "epoch.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "epoch.py"), "--dataset", "digits", "--rounds", "1"]
+    printed = subprocess.run([*command, "--out", str(out)], check=True, capture_output=True, text=True).stdout
+    record = json.loads(out.read_text())
+    assert set(record["epochs"]) == {"diag", "BMA", "BMA consistent", "BMA weighted", "full"}
+    for (row,) in record["epochs"].values():
+        parts = [row[name] for name in ("reading data", "forward and backward", "optimizer", "drawing batches")]
+        assert min(parts) >= 0
+        assert 0 < sum(parts) < 1.1 * row["epoch"]  # processor seconds cannot exceed the clock's
+        assert row["evaluation"] > 0
+    assert printed.startswith("| seconds | epoch |")

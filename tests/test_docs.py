@@ -49,7 +49,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_pages_that_promise_it_have_blocks():
-    for page in ("README.md", "docs/theory.md"):
+    for page in ("README.md", "docs/theory.md", "docs/curvature.md"):
         assert BLOCK.search((ROOT / page).read_text()), page
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,13 @@ def save(figure: Figure, path: Path, caption: str = "") -> Picture:
     picture = Picture(path, caption)
     # matplotlib puts the date and random identifiers into an SVG unless told otherwise.
     with matplotlib.rc_context({"svg.hashsalt": path.name}):
-        figure.savefig(picture.svg, metadata={"Date": None}, dpi=200)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None}, dpi=200)
+    picture.svg.write_text(re.sub(r'\bd="[^"]*"', _rounded, text.getvalue()))
     figure.savefig(picture.png, dpi=150)
     return picture
+
+
+def _rounded(path: re.Match[str]) -> str:
+    """The coordinates of a path to a hundredth of a point, where matplotlib writes a millionth."""
+    return re.sub(r"(\.\d\d)\d+", r"\1", path[0])

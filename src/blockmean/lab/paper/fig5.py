@@ -132,7 +132,8 @@ def _curve(ax: Axes, arm: str, runs: list[list[float]]) -> None:
     """The mean over seeds, as far as all of them came, with a band from the smallest to the largest; each seed thin."""
     values = list(zip(*runs, strict=False))  # a run that diverged is shorter
     epochs = range(1, len(values) + 1)
-    ax.plot(epochs, [statistics.mean(row) for row in values], color=COLOURS[arm], label=arm, marker=".", markersize=4)
+    marker = "." if len(values) == 1 else None  # a line of one point cannot be seen
+    ax.plot(epochs, [statistics.mean(row) for row in values], color=COLOURS[arm], label=arm, marker=marker)
     for run in runs:  # one seed that goes astray must not pass for a wide spread of all
         ax.plot(range(1, len(run) + 1), run, color=COLOURS[arm], linewidth=0.5, alpha=0.6)
     ax.fill_between(epochs, list(map(min, values)), list(map(max, values)), color=COLOURS[arm], alpha=0.15, linewidth=0)
