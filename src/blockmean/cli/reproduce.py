@@ -142,10 +142,13 @@ def _run(wanted: list[Study], setting: Setting, jobs: int) -> None:
 
 def _report(chosen: list[str], setting: Setting) -> None:
     """Make the parts and the report, and print what was found."""
+    import torch
+
     from blockmean.lab.paper import PARTS, Verdict
     from blockmean.lab.report import write_report
     from blockmean.lab.sources import DamagedData
 
+    torch.set_num_threads(1)  # small matrices: faster so, and the same numbers on every machine
     outcomes: dict[str, Outcome] = {}
     missing: dict[str, str] = {}
     with console.status("drawing") as status:
