@@ -73,4 +73,4 @@ def test_the_page_of_results_says_what_the_records_say(tmp_path: Path) -> None:
     spec.loader.exec_module(results)
     page = results.PAGE.read_text()
     assert page.count(results.START) == page.count(results.END) == 1
-    assert results.filled(page, results.outcome(tmp_path)) == page, "run `make docs`"
+    assert results.filled(page, results.fig5(results.setting(tmp_path))) == page, "run `make docs`"

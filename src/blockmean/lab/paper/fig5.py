@@ -111,7 +111,7 @@ def _draw(found: list[Found], arms: set[str], path: Path) -> Picture:
         for ax, quantity, unit in zip(axes, QUANTITIES, (one.batches, 1), strict=True):
             for arm in one.results:
                 if arm in arms:
-                    _curve(ax, arm, [[epoch[quantity] * unit for epoch in run["epochs"]] for run in one.results[arm]])
+                    curve(ax, arm, [[epoch[quantity] * unit for epoch in run["epochs"]] for run in one.results[arm]])
             for arm, (epoch, *ends) in AUTHORS.get(one.study.name, {}).items():
                 if arm in arms:
                     _end_point(ax, arm, epoch, ends[QUANTITIES.index(quantity)])
@@ -128,7 +128,7 @@ def _draw(found: list[Found], arms: set[str], path: Path) -> Picture:
     return save(figure, path, caption)
 
 
-def _curve(ax: Axes, arm: str, runs: list[list[float]]) -> None:
+def curve(ax: Axes, arm: str, runs: list[list[float]]) -> None:
     """The mean over seeds, as far as all of them came, with a band from the smallest to the largest; each seed thin."""
     values = list(zip(*runs, strict=False))  # a run that diverged is shorter
     epochs = range(1, len(values) + 1)
