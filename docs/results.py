@@ -53,8 +53,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def filled(page: str, found: Outcome) -> str:
     """The page with everything between the two marks made anew."""
-    before, _, rest = page.partition(START)
-    after = rest.partition(END)[2]
+    before, started, rest = page.partition(START)
+    _, ended, after = rest.partition(END)
+    if not (started and ended):
+        raise ValueError(f"{PAGE} must have the lines {START} and {END}.")
     return f"{before}{START}\n\n{markdown(found)}\n\n{END}{after}"
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import blockmean
 from blockmean import cli
-from blockmean.lab import paper
+from blockmean.lab import data, paper
 from blockmean.lab.paper import PARTS, Claim, Outcome, Setting, Verdict
 from blockmean.lab.sources import DamagedData
 
@@ -103,11 +103,33 @@ def test_damaged_data_is_named_once_also_from_a_worker(tmp_path: Path):
     assert result.output.count("is truncated or damaged") == result.output.count("with --download") == 1
 
 
-def test_report_measures_nothing(tmp_path: Path):
+@pytest.mark.parametrize("record", [None, "{}"])
+def test_report_measures_nothing(record: str | None, tmp_path: Path):
+    path = tmp_path / "records" / "table4-quick.json"
+    if record is not None:
+        path.parent.mkdir()
+        path.write_text(record)
     result = run(cli.app, ["report", "table4", "--out", str(tmp_path)], env={"COLUMNS": "300"})
     assert result.exit_code == 0
-    assert "`blockmean reproduce table4` takes the measurement" in result.output
-    assert not (tmp_path / "records").exists()
+    assert "`blockmean reproduce table4` measures it" in result.output
+    assert (path.read_text() if path.exists() else None) == record
+
+
+def test_paths_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(paper, "PARTS", {"part": lambda setting: outcome(Verdict.NOISE, False)})
+    out = tmp_path / "[bold]"
+    result = run(cli.app, ["report", "--out", str(out)])
+    assert f"report: {out / 'report.html'}" in result.output
+
+
+@pytest.mark.parametrize("part", ["fig4", "fig5"])
+def test_download_fetches_what_is_not_here(part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked = []
+    monkeypatch.setattr(data, "fetch", lambda source: asked.append(source.name) or tmp_path)
+    monkeypatch.setattr(data, "find", lambda source, folder: ([], ["a file"] if source.name == "mnist" else []))
+    arguments = ["reproduce", part, "--profile", "paper", "--download", "--data-dir", str(tmp_path), "--out"]
+    run(cli.app, [*arguments, str(tmp_path / "out")])
+    assert asked == ["mnist"]
 
 
 @pytest.mark.parametrize("command", ["reproduce", "report"])

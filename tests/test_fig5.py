@@ -46,14 +46,52 @@ def test_what_seeds_cannot_tell_apart_is_noise(tmp_path):
 
 
 def test_one_seed_gives_no_verdict(tmp_path):
-    assert verdicts(tmp_path, {"diag": [1.0], "BMA": [0.5]}) == [Verdict.UNKNOWN, Verdict.UNKNOWN]
+    study = studies("quick", seeds=1)[0]
+    publish(tmp_path, study, {"diag": [1.0], "BMA": [0.5], "full": [0.5]})
+    claims = fig5(Setting(tmp_path, tmp_path, seeds=1)).claims
+    assert {claim.verdict for claim in claims} == {Verdict.UNKNOWN}
+    assert {claim.measured for claim in claims} == {"one seed says nothing of noise"}
+
+
+def test_a_verdict_waits_for_all_runs(tmp_path):
+    publish(tmp_path, studies("quick")[0], {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.91], "full": [0.7, 0.8, 0.9]})
+    outcome = fig5(Setting(tmp_path, tmp_path))
+    assert {claim.verdict for claim in outcome.claims} == {Verdict.UNKNOWN}
+    assert {claim.measured for claim in outcome.claims} == {"BMA has 2 of 3 runs"}
+    assert [row[2] for row in outcome.tables[0].rows] == ["3", "2 of 3", "3"]
+
+
+SIMILAR = {
+    "at full": ([1.0, 1.1, 1.2], [0.81, 0.9, 1.0], [0.8, 0.9, 1.0], Verdict.HOLDS),
+    "better than full": ([1.0, 1.1, 1.2], [0.5, 0.6, 0.7], [0.8, 0.9, 1.0], Verdict.HOLDS),
+    "three quarters of the way": ([1.0, 1.1, 1.2], [0.85, 0.95, 1.051], [0.8, 0.9, 1.0], Verdict.HOLDS),
+    "one quarter of the way": ([1.0, 1.1, 1.2], [0.95, 1.05, 1.151], [0.8, 0.9, 1.0], Verdict.FAILS),
+    "at diag": ([1.0, 1.1, 1.2], [1.0, 1.1, 1.201], [0.8, 0.9, 1.0], Verdict.FAILS),
+    "half way": ([1.0, 1.1, 1.2], [0.91, 0.99, 1.1], [0.8, 0.9, 1.0], Verdict.NOISE),
+    "full and diag cannot be told apart": ([1.0, 1.1, 1.2], [0.5, 0.6, 0.7], [0.8, 1.2, 1.0], Verdict.NOISE),
+    "full is worse than diag": ([0.8, 0.9, 1.0], [0.8, 0.9, 1.0], [1.0, 1.1, 1.201], Verdict.NOISE),
+}
+
+
+@pytest.mark.parametrize("case", SIMILAR)
+def test_similar_to_full_is_past_the_middle_between_diag_and_full(tmp_path, case):
+    diag, bma, full, expected = SIMILAR[case]
+    assert verdicts(tmp_path, {"diag": diag, "BMA": bma, "full": full})[2] == expected
+
+
+def test_a_seed_that_never_left_the_start_is_named(tmp_path):
+    publish(tmp_path, studies("quick")[0], {"diag": [0.5, 0.6, 0.7], "BMA": [0.4, 2.3026, 0.6]})
+    outcome = fig5(Setting(tmp_path, tmp_path))
+    assert outcome.claims[0].verdict is Verdict.NOISE
+    assert outcome.claims[0].measured.endswith("smaller with 2 of 3 seeds; BMA: 1 stuck")
+    assert outcome.tables[0].rows[1][2] == "3, 1 stuck"
 
 
 def test_published_records_stand_in_for_what_the_profile_does_not_run_and_say_so(tmp_path):
     own, published = tmp_path / "records", tmp_path / "results"
     arms = {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.91, 1.0], "Adam": [0.9, 0.9, 0.9], "AdamBMA": [0.8, 0.9, 0.9]}
     publish(own, studies("quick")[0], arms)
-    publish(published, studies("paper")[1], arms)
+    publish(published, studies("paper")[1], arms)  # three of five seeds
     setting = Setting(tmp_path / "out", own, published=published)
     names = [(one.study.name, one.published) for one in find(setting)]
     assert names == [
@@ -84,15 +122,36 @@ def test_tables_show_what_was_chosen_and_reached(tmp_path):
 
 def test_without_records_it_says_so(tmp_path):
     outcome = fig5(Setting(tmp_path, tmp_path))
-    assert (outcome.claims, outcome.pictures, outcome.tables) == ([], [], [])
-    assert any("no records here of mnist-small" in note for note in outcome.notes)
+    assert (outcome.pictures, outcome.tables) == ([], [])
+    assert outcome.claims[0].measured == "diag has 0 of 3 runs, BMA has 0 of 3 runs"
+    assert {claim.verdict for claim in outcome.claims} == {Verdict.UNKNOWN}
+    assert any("no records here of digits-small, mnist-small" in note for note in outcome.notes)
 
 
-@pytest.mark.parametrize("name", ["diag", "BMA"])
-def test_a_final_run_that_diverges_gives_no_verdict(tmp_path, name):
+def test_published_records_do_not_pass_for_those_of_this_profile(tmp_path):
+    publish(tmp_path / "results", studies("paper")[0], {"diag": [1.0] * 5, "BMA": [0.9] * 5})
+    setting = Setting(tmp_path, tmp_path / "records", profile="paper", epochs=3, published=tmp_path / "results")
+    assert not any(one.results for one in find(setting))
+
+
+def test_it_is_said_which_code_made_the_records(tmp_path):
+    study = studies("quick")[0]
+    publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2]})
+    made = {"code": "abc123", "torch": "2.13.0", "cpu": "a processor"}
+    for spec in study.specs("diag", [0.1], study.final):
+        write(tmp_path / study.name, spec, record(spec, 1.0, environment=made))
+    told = fig5(Setting(tmp_path, tmp_path)).notes[-1]
+    assert told.endswith(": 5 runs by code ?, torch ?, ?; 3 runs by code abc123, torch 2.13.0, a processor.")
+
+
+@pytest.mark.parametrize(("name", "verdict"), [("diag", Verdict.HOLDS), ("BMA", Verdict.FAILS)])
+def test_a_run_that_diverges_is_infinitely_bad(tmp_path, name, verdict):
     study = studies("quick")[0]
     publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.9, 1.0]})
     spec = study.specs(name, [0.1], study.final)[0]
     whole = record(spec, 1.0)
     write(tmp_path / study.name, spec, {**whole, "diverged_at": 3, "epochs": whole["epochs"][:1]})
-    assert fig5(Setting(tmp_path, tmp_path)).claims[0].verdict is Verdict.UNKNOWN
+    outcome = fig5(Setting(tmp_path, tmp_path))
+    assert [claim.verdict for claim in outcome.claims[:2]] == [verdict, verdict]
+    assert "no mean, runs diverged" in outcome.claims[0].measured
+    assert f"{name}: 1 diverged" in outcome.claims[0].measured

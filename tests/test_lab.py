@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockmean.lab import records
+import blockmean
+from blockmean.lab import environment, records
 from blockmean.lab.data import Images, load
 from blockmean.lab.models import MODELS
 from blockmean.lab.train import Spec, _batches, run, steps_per_epoch
@@ -143,10 +144,47 @@ def test_specs_that_cannot_run_say_why():
         run(replace(SPEC, optimizer="Lion"))
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda r: {**r, "epochs": r["epochs"][:-1]}, "epochs are missing"),
+        (lambda r: {**r, "epochs": []}, "epochs are missing"),
+        (lambda r: {**r, "epochs": [{**row, "test_error": None} for row in r["epochs"]]}, "must be real number"),
+        (lambda r: {**r, "epochs": [{"test_error": 0.1}] * 2}, "'train_loss'"),
+        (lambda r: {**r, "test_error": "0.1"}, "must be real number"),
+        (lambda r: {key: value for key, value in r.items() if key != "step_seconds"}, "it is no such record"),
+    ],
+)
+def test_records_that_lack_something_are_not_used(tmp_path, capsys, change, complaint):
+    spec = replace(SPEC, batch=2000, steps=4)
+    record = run(spec)
+    assert len(record["epochs"]) == 2
+    records.write(tmp_path, spec, record)
+    assert records.read(tmp_path, spec) == json.loads(json.dumps(record))
+    records.write(tmp_path, spec, change(record))
+    assert records.read(tmp_path, spec) is None
+    assert complaint in capsys.readouterr().err
+
+
 def test_records_say_where_and_with_which_code_they_were_made():
-    record = run(SPEC)
-    assert record["environment"]["threads"] == 1
-    assert record["environment"]["torch"] == torch.__version__
+    where = run(SPEC)["environment"]
+    assert where["threads"] == 1
+    assert where["torch"] == torch.__version__
+    root = Path(environment.__file__).parents[3]
+    if (root / ".git").exists():
+        head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+        assert head[:7] in where["code"]
+
+
+def test_code_inside_another_repository_is_not_taken_for_it(tmp_path, monkeypatch):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    installed = tmp_path / ".venv" / "lib" / "blockmean" / "lab" / "environment.py"
+    monkeypatch.setattr(environment, "__file__", str(installed))
+    environment._code_version.cache_clear()
+    try:
+        assert environment.environment()["code"] == f"blockmean {blockmean.__version__}"
+    finally:
+        environment._code_version.cache_clear()
 
 
 def test_progress_counts_the_steps_of_records_and_of_runs_that_diverge(tmp_path):
@@ -190,3 +228,15 @@ def test_an_interruption_loses_only_the_run_in_progress(tmp_path):
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert len(list((tmp_path / "records").iterdir())) == 1
     assert records.read(tmp_path / "records", Spec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50))
+
+
+def test_workers_do_not_outlive_the_process_that_started_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    command = [sys.executable, str(script), str(tmp_path / "records")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout.readline() == "finished 3\n"
+        process.terminate()
+        process.wait(timeout=20)
+        # The pipe closes only when the last process that can write to it is gone.
+        assert process.stdout.read() == ""

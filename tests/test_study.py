@@ -9,7 +9,7 @@ import scipy.stats
 
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.records import write
-from blockmean.lab.study import Interval, Stage, Study, interval, paired
+from blockmean.lab.study import Interval, Stage, Study, differences, interval
 from blockmean.lab.train import steps_per_epoch
 
 ARMS = {
@@ -35,11 +35,11 @@ def test_a_study_tunes_runs_fresh_seeds_and_is_not_run_twice(tmp_path):
     # 2 arms × (2 rates × 1 seed × 1 epoch + 2 seeds × 2 epochs) × 4 batches
     assert seen[-1] == STUDY.total_steps() == 48
     assert len(list(tmp_path.glob("*.json"))) == 8
-    results = STUDY.results(tmp_path)
-    best = STUDY.best_rates(tmp_path)
-    for arm, records in results.items():
+    found = STUDY.findings(tmp_path)
+    assert len(found.every) == 8
+    for arm, records in found.results.items():
         assert [record["spec"]["seed"] for record in records] == [0, 1]
-        assert {record["spec"]["lr"] for record in records} == {best[arm]}
+        assert {record["spec"]["lr"] for record in records} == {found.best[arm]}
         assert [len(record["epochs"]) for record in records] == [2, 2]
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     STUDY.run(tmp_path, None, jobs=2)
@@ -54,19 +54,26 @@ def test_the_best_rate_has_the_smallest_loss_and_no_divergence(tmp_path):
             for spec in study.specs(arm, [rate], study.tuning):
                 diverged = arm == "BMA" and rate == 1.0 and spec.seed == 8  # one seed is enough
                 write(tmp_path, spec, record_of(spec, loss, diverged_at=3 if diverged else None))
-    assert study.best_rates(tmp_path) == {"diag": 0.1, "BMA": 0.01}
-    assert study.tuned(tmp_path)["BMA"] == pytest.approx({1.0: math.inf, 0.1: 0.6, 0.01: 0.4})
+    assert study.findings(tmp_path).best == {"diag": 0.1, "BMA": 0.01}
+    assert study.findings(tmp_path).tuned["BMA"] == pytest.approx({1.0: math.inf, 0.1: 0.6, 0.01: 0.4})
 
 
 def test_an_arm_that_misses_a_tuning_run_has_no_best_rate_yet(tmp_path):
     specs = STUDY.tuning_specs()
     for spec in specs[:-1]:
         write(tmp_path, spec, record_of(spec, 1.0))
-    assert list(STUDY.best_rates(tmp_path)) == ["diag"]
-    assert STUDY.results(tmp_path) == {}
-    final = STUDY.specs("diag", [STUDY.best_rates(tmp_path)["diag"]], STUDY.final)
+    assert list(STUDY.findings(tmp_path).best) == ["diag"]
+    assert STUDY.findings(tmp_path).results == {}
+    final = STUDY.specs("diag", [STUDY.findings(tmp_path).best["diag"]], STUDY.final)
     write(tmp_path, final[1], record_of(final[1], 1.0))
-    assert [record["spec"]["seed"] for record in STUDY.results(tmp_path)["diag"]] == [1]
+    assert [record["spec"]["seed"] for record in STUDY.findings(tmp_path).results["diag"]] == [1]
+
+
+def test_an_arm_that_diverges_with_every_rate_has_no_best_one(tmp_path):
+    for spec in STUDY.tuning_specs():
+        write(tmp_path, spec, record_of(spec, 1.0, diverged_at=1 if spec.optimizer == "Adagrad" else None))
+    assert list(STUDY.findings(tmp_path).best) == ["BMA"]
+    assert list(STUDY.findings(tmp_path).tuned) == ["diag", "BMA"]
 
 
 def test_intervals_are_those_of_a_t_test():
@@ -86,9 +93,9 @@ def test_differences_are_taken_between_equal_seeds():
     specs = STUDY.specs("diag", [0.1], Stage((0, 1, 2, 3), 1))
     theirs = [record_of(spec, loss) for spec, loss in zip(specs, (1.0, 2.0, 3.0, 9.0), strict=True)]
     ours = [record_of(spec, loss) for spec, loss in zip(specs, (0.5, 1.7, 2.6, 0.0), strict=True)]
-    found = paired([ours[2], ours[0], ours[1]], theirs, lambda record: record["train_loss"])
-    assert found == interval([2.6 - 3.0, 0.5 - 1.0, 1.7 - 2.0])
-    assert paired(ours[:1], theirs, lambda record: record["train_loss"]) is None
+    found = differences([ours[2], ours[0], ours[1]], theirs, lambda record: record["train_loss"])
+    assert found == [2.6 - 3.0, 0.5 - 1.0, 1.7 - 2.0]
+    assert differences(ours[:2], theirs[1:], lambda record: math.inf) == [0.0]
 
 
 def test_the_papers_protocol():

@@ -15,7 +15,7 @@ except ModuleNotFoundError as missing:  # the core needs torch alone
 from blockmean import __version__
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
-console = Console()
+console = Console(markup=False, highlight=False)  # brackets in names and paths are brackets
 
 
 @app.callback(invoke_without_command=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from blockmean.cli._app import app, console, explained
@@ -52,9 +51,9 @@ def inspect(
         with console.status("computing"):
             found = look(request, data_dir, download)
     _show_blocks(found, rows)
-    console.print(str(found.matrix.report), highlight=False, soft_wrap=True)
+    console.print(str(found.matrix.report), soft_wrap=True)
     for path in found.save(out):
-        console.print(str(path), highlight=False, soft_wrap=True)
+        console.print(str(path), soft_wrap=True)
 
 
 def _show_blocks(found: Inspection, count: int) -> None:
@@ -68,10 +67,10 @@ def _show_blocks(found: Inspection, count: int) -> None:
     for row in shown:
         lam = "–" if row.lam is None else f"{row.lam:.3g}"
         share = "–" if row.share is None else f"{row.share:.1%}"
-        strongest = "–" if row.partner is None else f"{row.correlation:+.2f} {escape(row.partner)}"
-        table.add_row(escape(row.block), f"{row.size:,}", f"{row.A:.3g}", lam, share, strongest)
+        strongest = "–" if row.partner is None else f"{row.correlation:+.2f} {row.partner}"
+        table.add_row(row.block, f"{row.size:,}", f"{row.A:.3g}", lam, share, strongest)
     console.print(table)
     left = len(found.rows) - len(shown)
     if left:
         rest = 1 - sum(row.share or 0.0 for row in shown)
-        console.print(f"{left:,} further blocks, with {rest:.1%} of the trace, are in coupling.json.", highlight=False)
+        console.print(f"{left:,} further blocks, with {rest:.1%} of the trace, are in coupling.json.")

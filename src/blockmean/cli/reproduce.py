@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 import blockmean
 from blockmean.cli._app import app, console, explained
@@ -58,6 +59,7 @@ def reproduce(
     code is 1 if something that is mathematically certain does not hold.
     """
     with explained("reproduce"):
+        from blockmean.lab.data import ensure
         from blockmean.lab.paper import PARTS
         from blockmean.lab.paper.protocol import studies
 
@@ -69,10 +71,8 @@ def reproduce(
         chosen = _chosen(parts)
         wanted = studies(profile, seeds, epochs) if "fig5" in chosen else []
         if download:
-            from blockmean.lab.download import download as fetch
-
-            for dataset in {study.dataset for study in wanted} - {"digits"}:
-                fetch(dataset)
+            for dataset in {study.dataset for study in studies(profile)}:
+                ensure(dataset, data_dir)
         try:
             _run(wanted, setting, jobs)
         except KeyboardInterrupt:
@@ -161,8 +161,8 @@ def _report(chosen: list[str], setting: Setting) -> None:
         path = write_report(outcomes, setting, setting.out / "report.html", missing)
     _show(outcomes)
     for name, why in missing.items():
-        console.print(f"{name} is not in the report: {why}", highlight=False)
-    console.print(f"report: {path}", highlight=False, soft_wrap=True)
+        console.print(f"{name} is not in the report: {why}")
+    console.print(f"report: {path}", soft_wrap=True)
     claims = [claim for outcome in outcomes.values() for claim in outcome.claims]
     if any(claim.exact and claim.verdict is Verdict.FAILS for claim in claims):
         raise typer.Exit(1)
@@ -173,5 +173,6 @@ def _show(outcomes: dict[str, Outcome]) -> None:
     table = Table("part", "claim", "measured", "verdict")
     for name, outcome in outcomes.items():
         for claim in outcome.claims:
-            table.add_row(name, claim.claim, claim.measured, f"[{COLOURS[claim.verdict]}]{claim.verdict}")
+            verdict = Text(str(claim.verdict), style=COLOURS[claim.verdict])
+            table.add_row(name, claim.claim, claim.measured, verdict)
     console.print(table)

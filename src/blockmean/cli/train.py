@@ -33,13 +33,13 @@ def train(
     """Train one model with one optimizer on one thread; ends with the test error and a plot of the losses."""
     with explained("train"):
         from blockmean.lab.course import draw_course
-        from blockmean.lab.download import download as fetch
+        from blockmean.lab.data import ensure
         from blockmean.lab.records import write
         from blockmean.lab.train import Spec, run, steps_per_epoch
 
-        if download and dataset != "digits":
-            fetch(dataset)
         steps = epochs * steps_per_epoch(dataset, batch)
+        if download:
+            ensure(dataset, data_dir)
         spec = Spec(dataset, model, optimizer, lr, seed, steps, _options(option or []), inputs, batch, flip)
         losses: list[float] = []
         columns = (
@@ -66,7 +66,7 @@ def train(
         write(out, spec, record)
         picture = draw_course(record, losses, out / spec.key)
         for path in (out / f"{spec.key}.json", picture.png, picture.svg):
-            console.print(str(path), highlight=False, soft_wrap=True)
+            console.print(str(path), soft_wrap=True)
 
 
 def _options(given: list[str]) -> dict[str, Any]:
@@ -89,5 +89,4 @@ def _show(record: dict[str, Any]) -> None:
         f"test error {record['test_error']:.2%} after {steps:,} steps of "
         f"{1000 * record['seconds'] / steps:.1f} ms each, of which the optimizer "
         f"{record['step_seconds'] / record['seconds']:.0%}",
-        highlight=False,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,5 @@ def draw_course(record: dict[str, Any], losses: list[float], path: Path) -> Pict
 
 def _smooth(losses: list[float], window: int) -> list[float]:
     """The mean of the last `window` losses at every step."""
-    sums = [0.0]
-    for loss in losses:
-        sums.append(sums[-1] + loss)
+    sums = list(accumulate(losses, initial=0.0))
     return [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]

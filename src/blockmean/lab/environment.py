@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -55,8 +56,12 @@ def _load() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
+@cache  # of the code that was imported, not of what lies there when a run ends
 def _code_version() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():  # installed, perhaps inside somebody else's repository
+        return f"blockmean {_version('blockmean')}"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

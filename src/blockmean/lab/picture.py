@@ -41,4 +41,4 @@ def save(figure: Figure, path: Path, caption: str = "") -> Picture:
 
 def _rounded(path: re.Match[str]) -> str:
     """The coordinates of a path to a hundredth of a point, where matplotlib writes a millionth."""
-    return re.sub(r"(\.\d\d)\d+", r"\1", path[0])
+    return re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", path[0])

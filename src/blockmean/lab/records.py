@@ -1,28 +1,39 @@
-"""Records of runs, one JSON file each: a run that has one is not made again, a corrupt one is named and made again."""
+"""Records of runs, one JSON file each: a run that has one is not made again, a corrupt one is named and passed over."""
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from blockmean.lab.train import Record, Spec, run
+from blockmean.lab.train import Record, Spec, run, steps_per_epoch
 
-REQUIRED = {"spec", "environment", "epochs", "diverged_at", "train_loss", "test_loss", "test_error", "seconds"}
+KEYS = {"spec", "environment", "epochs", "diverged_at", "train_loss", "test_loss", "test_error"}
+REQUIRED = KEYS | {"data_seconds", "seconds", "step_seconds"}
 
 _steps_made: Any = None  # in a worker: the counter that it shares with the others and the main process
 
 
 def read(folder: Path, spec: Spec) -> Record | None:
     """The record of a spec, or None where there is none that can be used; one that cannot be used is named."""
-    return load(folder / f"{spec.key}.json", asdict(spec), REQUIRED)
+
+    def check(record: Record) -> None:
+        if record["diverged_at"] is None:
+            if len(record["epochs"]) != spec.steps // steps_per_epoch(spec.dataset, spec.batch):
+                raise ValueError("epochs are missing")
+            for row in [record, *record["epochs"]]:
+                math.fsum((row["train_loss"], row["test_error"]))  # TypeError unless both are numbers
+
+    return load(folder / f"{spec.key}.json", asdict(spec), REQUIRED, check)
 
 
 def write(folder: Path, spec: Spec, record: Record) -> None:
@@ -44,7 +55,7 @@ def load(
             raise ValueError("it belongs to other settings")
         check(record)
     except (ValueError, KeyError, TypeError) as error:  # broken JSON and broken UTF-8 are ValueErrors too
-        print(f"{path} cannot be used ({error}); it is made again.", file=sys.stderr)
+        print(f"{path} cannot be used ({error}); it counts as missing.", file=sys.stderr)
         return None
     return record
 
@@ -86,16 +97,15 @@ def run_all(
     counter = context.Value("q", behind)
     pool = ProcessPoolExecutor(min(jobs, len(missing)), context, initializer=_begin, initargs=(counter,))
     try:
-        futures: dict[Future[Record], Spec] = {pool.submit(_run, spec, data_dir): spec for spec in missing}
+        futures: dict[Future[Record], Spec] = {pool.submit(_run, spec, folder, data_dir): spec for spec in missing}
         while futures:
             ready, _ = wait(futures, timeout=0.5, return_when=FIRST_COMPLETED)
             if on_steps is not None:
                 on_steps(counter.value)
             for future in ready:
-                record = future.result()
-                write(folder, futures.pop(future), record)
-                yield record
-    except BaseException:  # Ctrl-C too: what is finished is written, and nobody waits for the runs in progress
+                del futures[future]
+                yield future.result()
+    except BaseException:  # Ctrl-C too: what is finished is on disk, and nobody waits for the runs in progress
         for process in multiprocessing.active_children():
             process.kill()
         raise
@@ -104,13 +114,21 @@ def run_all(
 
 
 def _begin(counter: Any) -> None:
-    """Prepare a worker: Ctrl-C reaches it too, but it is the main process that decides."""
+    """Prepare a worker: Ctrl-C reaches it too, but it is the main process that decides; without it, it ends."""
     global _steps_made
     _steps_made = counter
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _run(spec: Spec, data_dir: Path | None) -> Record:
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _run(spec: Spec, folder: Path, data_dir: Path | None) -> Record:
     made = 0
 
     def count(step: int, loss: float) -> None:
@@ -120,6 +138,7 @@ def _run(spec: Spec, data_dir: Path | None) -> Record:
             _steps_made.value += 1
 
     record = run(spec, data_dir, count)
+    write(folder, spec, record)
     with _steps_made.get_lock():
         _steps_made.value += spec.steps - made  # a run that diverged has made all the steps it ever will
     return record

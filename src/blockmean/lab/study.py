@@ -22,6 +22,19 @@ class Stage(NamedTuple):
     epochs: int
 
 
+class Findings(NamedTuple):
+    """What is known of a study."""
+
+    tuned: dict[str, dict[float, float]]
+    """Per arm and rate the mean training loss of the last epoch, infinite where a run diverged."""
+    best: dict[str, float]
+    """Per arm the rate with the smallest of these."""
+    results: dict[str, list[Record]]
+    """Per arm the records of its best rate with the fresh seeds, in their order."""
+    every: list[Record]
+    """All records of the study."""
+
+
 @dataclass(frozen=True)
 class Study:
     """Several optimizers on one task. `arms` gives for each its name, class and options."""
@@ -51,27 +64,26 @@ class Study:
         """The runs among which the learning rates are chosen."""
         return [spec for arm in self.arms for spec in self.specs(arm, self.rates, self.tuning)]
 
-    def tuned(self, folder: Path) -> dict[str, dict[float, float]]:
-        """Per arm and rate the mean training loss of the last epoch, infinite where a run diverged.
+    def findings(self, folder: Path) -> Findings:
+        """What the records in a folder say, as far as they are there.
 
-        Arms that miss a run are left out: the best of some rates is not the best of all.
+        An arm that misses a tuning run has no best rate yet: the best of some is not the best of all. Nor has one that
+        diverges with every rate.
         """
         tuned: dict[str, dict[float, float]] = {}
+        results: dict[str, list[Record]] = {}
+        every: list[Record] = []
         for arm in self.arms:
             runs = {rate: found(folder, self.specs(arm, [rate], self.tuning)) for rate in self.rates}
+            every += [record for records in runs.values() for record in records]
             if all(len(records) == len(self.tuning.seeds) for records in runs.values()):
                 tuned[arm] = {rate: statistics.mean(map(last_loss, records)) for rate, records in runs.items()}
-        return tuned
-
-    def best_rates(self, folder: Path) -> dict[str, float]:
-        """The learning rate of each arm with the smallest training loss, once all its tuning runs are there."""
-        return {arm: min(losses, key=losses.__getitem__) for arm, losses in self.tuned(folder).items()}
-
-    def results(self, folder: Path) -> dict[str, list[Record]]:
-        """Per arm the records of its best rate, as far as they are there, in the order of the seeds."""
-        best = self.best_rates(folder)
-        runs = {arm: found(folder, self.specs(arm, [rate], self.final)) for arm, rate in best.items()}
-        return {arm: records for arm, records in runs.items() if records}
+        best = {arm: min(losses, key=losses.__getitem__) for arm, losses in tuned.items()}
+        best = {arm: rate for arm, rate in best.items() if math.isfinite(tuned[arm][rate])}
+        for arm, rate in best.items():
+            results[arm] = found(folder, self.specs(arm, [rate], self.final))
+            every += results[arm]
+        return Findings(tuned, best, {arm: records for arm, records in results.items() if records}, every)
 
     def total_steps(self) -> int:
         """Training steps of the whole study."""
@@ -87,7 +99,7 @@ class Study:
         for _ in run_all(tuning, folder, data_dir, jobs, on_steps):
             pass
         behind = sum(spec.steps for spec in tuning)
-        best = self.best_rates(folder)
+        best = self.findings(folder).best
         final = [spec for arm, rate in best.items() for spec in self.specs(arm, [rate], self.final)]
         for _ in run_all(final, folder, data_dir, jobs, lambda steps: on_steps(behind + steps)):
             pass
@@ -115,14 +127,15 @@ class Interval(NamedTuple):
         return f"{self.mean:+.{decimals}f} ± {self.half_width:.{decimals}f}".replace("-", "−")
 
 
-def paired(ours: Sequence[Record], theirs: Sequence[Record], value: Callable[[Record], float]) -> Interval | None:
-    """Mean difference of a value between runs with equal seeds, by Student's t. None where fewer than two pair up."""
+def differences(ours: Sequence[Record], theirs: Sequence[Record], value: Callable[[Record], float]) -> list[float]:
+    """Ours minus theirs for every seed that both have; 0 where both are infinite."""
     others = {record["spec"]["seed"]: value(record) for record in theirs}
-    return interval([value(run) - others[run["spec"]["seed"]] for run in ours if run["spec"]["seed"] in others])
+    pairs = [(value(run), others[run["spec"]["seed"]]) for run in ours if run["spec"]["seed"] in others]
+    return [0.0 if mine == its else mine - its for mine, its in pairs]
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Their mean with its 95% interval; None for fewer than two, or where one is not finite."""
+    """Their mean with its 95% interval by Student's t; None for fewer than two, or where one is not finite."""
     n = len(values)
     if n < 2 or not all(map(math.isfinite, values)):
         return None

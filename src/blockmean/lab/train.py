@@ -79,13 +79,14 @@ def run(spec: Spec, data_dir: Path | None = None, on_step: Callable[[int, float]
         if getattr(spec, name) not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}. Got {getattr(spec, name)!r} instead.")
     torch.set_num_threads(1)
+    where = environment()
     began = time.process_time()
     images = _images(spec.dataset, spec.inputs, data_dir)
     data_seconds = time.process_time() - began
     torch.manual_seed(spec.seed)
     model = network(spec.model, images.train)
     try:
-        optimizer = OPTIMIZERS[spec.optimizer](model.parameters(), lr=spec.lr, **spec.options)
+        optimizer = OPTIMIZERS[spec.optimizer](model.named_parameters(), lr=spec.lr, **spec.options)
     except TypeError as error:  # an option that it does not know
         raise ValueError(f"{spec.optimizer} cannot be made with {spec.options}: {error}") from error
     per_epoch = len(images.train) // spec.batch
@@ -103,7 +104,7 @@ def run(spec: Spec, data_dir: Path | None = None, on_step: Callable[[int, float]
         losses.append(loss.item())
         try:
             optimizer.step()
-        except ValueError:  # gradients that are no longer finite
+        except ValueError:  # gradients that are no longer finite; all else is refused when the optimizer is made
             losses[-1] = math.nan
         ended = time.process_time()
         seconds, step_seconds = seconds + ended - began, step_seconds + ended - before
@@ -120,7 +121,7 @@ def run(spec: Spec, data_dir: Path | None = None, on_step: Callable[[int, float]
     train = _test(model, images.train[:10_000], images.train_labels[:10_000])
     return {
         "spec": asdict(spec),
-        "environment": environment(),
+        "environment": where,
         "epochs": epochs,  # train_loss: mean over the epoch's batches, as they came; the test after the epoch
         "diverged_at": diverged_at,
         "train_loss": None if diverged_at is not None else train["test_loss"],  # of 10,000 images, at the end

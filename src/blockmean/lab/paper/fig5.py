@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
 from blockmean.lab.paper.protocol import OWN_ARMS, SMALL_ARMS, studies
 from blockmean.lab.picture import Picture, save
-from blockmean.lab.study import Interval, Study, last_loss, paired
+from blockmean.lab.study import Findings, Study, differences, interval, last_loss
 from blockmean.lab.train import Record, steps_per_epoch
 
 if TYPE_CHECKING:
@@ -38,16 +40,20 @@ AUTHORS = {
     "cifar10-large": {"diag": (30, 385, 0.32), "BMA": (30, 375, 0.305)},
 }
 
-TOO_FEW = "fewer than two seeds"
+CHANCE = math.log(10)
+"""The loss of a network that gives every class the same probability."""
 
 
 class Found(NamedTuple):
-    """A study that can be drawn, and per arm the records of its best rate."""
+    """A study and what its records say."""
 
     study: Study
-    folder: Path
-    results: dict[str, list[Record]]
+    findings: Findings
     published: bool
+
+    @property
+    def results(self) -> dict[str, list[Record]]:
+        return self.findings.results
 
     @property
     def title(self) -> str:
@@ -59,50 +65,55 @@ class Found(NamedTuple):
         return steps_per_epoch(self.study.dataset, self.study.batch)
 
     def loss(self, record: Record) -> float:
-        """Last training loss, summed over the batches of the epoch as the authors plot it."""
+        """Last training loss, summed over the batches of the epoch as the authors plot it; infinite if it diverged."""
         return last_loss(record) * self.batches
+
+
+def error(record: Record) -> float:
+    """Last test error; infinite if the run diverged."""
+    return math.inf if record["diverged_at"] is not None else float(record["test_error"])
 
 
 def fig5(setting: Setting) -> Outcome:
     """Training loss and test error per epoch: AdaGrad diagonal, block mean and full, and the project's own forms."""
     found = find(setting)
-    pictures = []
-    for name, arms in (("fig5", set(SMALL_ARMS)), ("fig5-own", {"diag", *OWN_ARMS})):
-        drawn = [one for one in found if name == "fig5" or one.results.keys() & OWN_ARMS.keys()]
-        if drawn:
-            pictures.append(_draw(drawn, arms, setting.out / name))
+    ready = [one for one in found if one.results]
+    pictures = [_draw(ready, set(SMALL_ARMS), setting.out / "fig5")] if ready else []
+    own = [one for one in ready if one.results.keys() & OWN_ARMS.keys()]
+    if own:
+        pictures.append(_draw(own, {"diag", *OWN_ARMS}, setting.out / "fig5-own"))
     notes = [
         "Each optimizer takes the learning rate out of 1, 0.1 … 0.0001 that gives the smallest training loss in a few "
         "short runs, and then runs with fresh seeds. Equal seeds mean equal initial weights and equal batches, so that "
         "differences are taken seed by seed; ± is a 95% interval.",
         "“BMA” is Algorithm 1 as printed, with the authors' floor for eigenvalues; “consistent” and “weighted” are the "
         "other two variants with the library's defaults, all with one block per tensor.",
+        "A run is stuck where its loss at the end is still that of guessing, ln 10; one that diverged counts as "
+        "infinitely bad. There is a verdict where all runs of the compared optimizers are there.",
     ]
-    if any(one.published for one in found):
+    if any(one.published for one in ready):
         notes.append(
             "Panels marked “published records” were not run now: they are drawn from the records that come with the "
             "project. `blockmean reproduce --profile paper --data-dir …` makes them anew."
         )
-    missing = [study.name for study in studies("paper") if study.name not in {one.study.name for one in found}]
+    missing = [name for name in [one.study.name for one in found] + PANELS if name not in {o.study.name for o in ready}]
     if missing:
-        notes.append(f"There are no records here of {', '.join(missing)}.")
-    tables = [table for one in found for table in (_results(one), _rates(one))]
+        notes.append(f"There are no records here of {', '.join(dict.fromkeys(missing))}.")
+    notes += map(_made_by, ready)
+    tables = [table for one in ready for table in (_results(one), _rates(one))]
     return Outcome([claim for one in found for claim in _claims(one)], pictures, tables, notes)
 
 
 def find(setting: Setting) -> list[Found]:
-    """The studies that have records: those of this profile, and published ones where it has none."""
-    places = [(studies(setting.profile, setting.seeds, setting.epochs), setting.records, False)]
+    """The studies of this profile, and those others of the paper that have published records."""
+    own = studies(setting.profile, setting.seeds, setting.epochs)
+    found = [Found(study, study.findings(setting.records / study.name), published=False) for study in own]
     if setting.published is not None:
-        places.append((studies("paper"), setting.published, True))
-    found: dict[str, Found] = {}
-    for wanted, folder, published in places:
-        for study in wanted:
-            results = study.results(folder / study.name) if study.name not in found else {}
-            if results:
-                found[study.name] = Found(study, folder / study.name, results, published)
+        others = [study for study in studies("paper") if study.name not in {one.name for one in own}]
+        read = [Found(study, study.findings(setting.published / study.name), published=True) for study in others]
+        found += [one for one in read if one.results]
     order = [study.name for study in studies("quick")] + PANELS
-    return sorted(found.values(), key=lambda one: order.index(one.study.name))
+    return sorted(found, key=lambda one: order.index(one.study.name))
 
 
 def _draw(found: list[Found], arms: set[str], path: Path) -> Picture:
@@ -150,64 +161,85 @@ def _end_point(ax: Axes, arm: str, epoch: int, value: float) -> None:
 
 def _claims(one: Found) -> list[Claim]:
     """What the paper says of this figure, for one task."""
-    diag, bma, full = (one.results.get(arm, []) for arm in ("diag", "BMA", "full"))
-    if not diag or not bma:
-        return []
-
+    ours = f"{one.title}: AdaGrad-BMA"
     claims = [
-        _smaller(f"{one.title}: AdaGrad-BMA reaches a smaller training loss than diag", paired(bma, diag, one.loss)),
-        _smaller(f"{one.title}: AdaGrad-BMA has a smaller test error than diag", paired(bma, diag, _error)),
+        _smaller(one, f"{ours} reaches a smaller training loss than diag", one.loss),
+        _smaller(one, f"{ours} has a smaller test error than diag", error),
     ]
-    if full:
-        claims.append(_similar(one.title, paired(bma, full, one.loss), paired(diag, full, one.loss)))
+    if "full" in one.study.arms:
+        claims.append(_similar(one, f"{ours} converges about as fast as full: its loss is past the middle from diag"))
     return claims
 
 
-def _error(record: Record) -> float:
-    return float(record["test_error"])
+def _smaller(one: Found, claim: str, value: Callable[[Record], float]) -> Claim:
+    unfinished = _unfinished(one, "diag", "BMA")
+    if unfinished:
+        return Claim(claim, unfinished, Verdict.UNKNOWN)
+    found = differences(one.results["BMA"], one.results["diag"], value)
+    smaller = f"smaller with {sum(x < 0 for x in found)} of {len(found)} seeds"
+    astray = [f"{arm}: {what}" for arm in ("diag", "BMA") if (what := _astray(one.results[arm]))]
+    return Claim(claim, "; ".join([f"BMA − diag: {_told(found)}", smaller, *astray]), _verdict(found))
 
 
-def _smaller(claim: str, difference: Interval | None) -> Claim:
-    if difference is None:
-        return Claim(claim, TOO_FEW, Verdict.UNKNOWN)
-    within_noise = abs(difference.mean) <= difference.half_width
-    verdict = Verdict.NOISE if within_noise else Verdict.of(difference.mean < 0)
-    return Claim(claim, f"BMA − diag: {difference}", verdict)
+def _similar(one: Found, claim: str) -> Claim:
+    """The paper's “similar speed of convergence”, made precise."""
+    unfinished = _unfinished(one, "diag", "BMA", "full")
+    if unfinished:
+        return Claim(claim, unfinished, Verdict.UNKNOWN)
+    diag, bma, full = (one.results[arm] for arm in ("diag", "BMA", "full"))
+    lead = differences(full, diag, one.loss)
+    behind = differences(bma, full, one.loss)
+    past = [a + b / 2 for a, b in zip(behind, lead, strict=True)]  # BMA − (diag + full)/2
+    measured = f"BMA − middle: {_told(past)}; full − diag: {_told(lead)}"
+    # Where full is no better than diag, there is no speed to be similar to.
+    return Claim(claim, measured, _verdict(past) if _verdict(lead) is Verdict.HOLDS else Verdict.NOISE)
 
 
-def _similar(task: str, ours: Interval | None, diagonal: Interval | None) -> Claim:
-    """The paper's “similar speed of convergence”, made precise: at most half as far from full as diag is."""
-    claim = f"{task}: AdaGrad-BMA converges about as fast as full (training loss nearer to full's than to diag's)"
-    if ours is None or diagonal is None:
-        return Claim(claim, TOO_FEW, Verdict.UNKNOWN)
-    margin = abs(diagonal.mean) / 2
-    measured = f"BMA − full: {ours}; diag − full: {diagonal}"
-    if abs(ours.mean - margin) <= ours.half_width:
-        return Claim(claim, measured, Verdict.NOISE)
-    return Claim(claim, measured, Verdict.of(ours.mean < margin))
+def _unfinished(one: Found, *arms: str) -> str:
+    """Which of these arms lack runs, in words: a verdict waits for all of them."""
+    counts = {arm: len(one.results.get(arm, [])) for arm in arms}
+    wanted = len(one.study.final.seeds)
+    short = [f"{arm} has {count} of {wanted} runs" for arm, count in counts.items() if count < wanted]
+    return ", ".join(short) or ("" if wanted > 1 else "one seed says nothing of noise")
+
+
+def _verdict(found: list[float]) -> Verdict:
+    """Whether differences are below 0 beyond noise; a run that diverged is infinitely bad."""
+    mean = interval(found)
+    if mean is None:
+        worse, better = math.inf in found, -math.inf in found
+        return Verdict.NOISE if worse == better else Verdict.of(better)
+    return Verdict.NOISE if abs(mean.mean) <= mean.half_width else Verdict.of(mean.mean < 0)
+
+
+def _told(found: list[float]) -> str:
+    return str(interval(found) or "no mean, runs diverged")
+
+
+def _astray(records: list[Record]) -> str:
+    """How many runs diverged or never left the start, in words."""
+    diverged = sum(record["diverged_at"] is not None for record in records)
+    stuck = sum(CHANCE * 0.99 < last_loss(record) < math.inf for record in records)
+    return ", ".join(f"{count} {what}" for count, what in ((diverged, "diverged"), (stuck, "stuck")) if count)
 
 
 def _results(one: Found) -> Table:
     """Per arm what the best rate gave, beside the diagonal method."""
     header = ["optimizer", "rate", "seeds", "training loss", "beside diag", "test error", "error beside diag"]
-    header += ["ms per step", "of which optimizer"]
+    wanted = len(one.study.final.seeds)
     rows = []
     for arm, records in one.results.items():
         diag = one.results.get("diag", []) if arm != "diag" else []
-        steps = sum(record["spec"]["steps"] for record in records)
-        losses, errors = [one.loss(record) for record in records], [_error(record) for record in records]
-        seconds = [sum(record[key] for record in records) for key in ("seconds", "step_seconds")]
+        seeds = [str(wanted) if len(records) == wanted else f"{len(records)} of {wanted}", _astray(records)]
         rows.append(
             [
                 arm,
-                f"{records[0]['spec']['lr']:g}",
-                str(len(records)),
-                f"{statistics.mean(losses):.1f}",
-                str(paired(records, diag, one.loss) or "–"),
-                f"{statistics.mean(errors):.4f}",
-                str(paired(records, diag, _error) or "–"),
-                f"{1000 * seconds[0] / steps:.1f}",
-                f"{seconds[1] / seconds[0]:.0%}",
+                f"{one.findings.best[arm]:g}",
+                ", ".join(filter(None, seeds)),
+                f"{statistics.mean(map(one.loss, records)):.1f}",
+                str(interval(differences(records, diag, one.loss)) or "–"),
+                f"{statistics.mean(map(error, records)):.4f}",
+                str(interval(differences(records, diag, error)) or "–"),
             ]
         )
     title = f"{one.title}: the best rate of each, after {one.study.final.epochs} epochs"
@@ -219,7 +251,16 @@ def _rates(one: Found) -> Table:
     header = ["optimizer", *(f"{rate:g}" for rate in one.study.rates)]
     rows = [
         [arm, *("diverged" if math.isinf(loss) else f"{loss * one.batches:.1f}" for loss in losses.values())]
-        for arm, losses in one.study.tuned(one.folder).items()
+        for arm, losses in one.findings.tuned.items()
     ]
     title = f"{one.title}: training loss with each learning rate, after {one.study.tuning.epochs} epochs"
     return Table(title, header, rows)
+
+
+def _made_by(one: Found) -> str:
+    """Which code and machine the records come from."""
+    made = Counter(
+        "code {code}, torch {torch}, {cpu}".format_map({"code": "?", "torch": "?", "cpu": "?", **record["environment"]})
+        for record in one.findings.every
+    )
+    return f"{one.title}: {'; '.join(f'{count} runs by {what}' for what, count in made.most_common())}."

@@ -55,3 +55,10 @@ def _small_fisher(dataset: str, data_dir: Path | None, steps: int) -> SmallFishe
     gradients = vmap(grad(loss), (None, 0, 0), chunk_size=500)(dict(model.named_parameters()), images, labels)
     rows = torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)  # (N, 322)
     return SmallFisher(model.requires_grad_(), images, labels, rows.mT @ rows / len(rows))
+
+
+def correlations(F: Tensor) -> Tensor:
+    """F_ij / √(F_ii F_jj), 0 where a parameter has no gradient."""
+    z = F.diagonal().sqrt()
+    scale = z.outer(z)
+    return F / scale.where(scale > 0, torch.inf)

@@ -30,11 +30,13 @@ BATCH = 100
 STEPS = 10  # of an optimizer in a row: one of them renews D, also where that is seldom
 
 
-def timings(path: Path, profile: str) -> Record:
-    """The record at `path`; where there is none that can be used, everything is measured and written there."""
+def timings(path: Path, profile: str, measure: bool = True) -> Record:
+    """The record at `path`; where there is none that can be used, everything is measured, if it may be."""
     spec = {"rounds": ROUNDS[profile], "batch": BATCH, "steps": STEPS, "arms": ARMS}
     record = load_record(path, spec, {"spec", "models", "environment"}, _require_all_rounds)
     if record is None:
+        if not measure:
+            raise FileNotFoundError(f"there is no {path} to be used; `blockmean reproduce table4` measures it.")
         models = {name: _measure(name, ROUNDS[profile][name]) for name in ARMS}
         record = {"spec": spec, "environment": environment(), "models": models}
         store(path, record)
