@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from matplotlib.figure import Figure
 
@@ -15,7 +17,7 @@ from blockmean.lab.picture import Picture, save
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
-START, END = "<!-- from the records: `make docs` -->", "<!-- end -->"
+EPOCH = ROOT / "benchmarks" / "results" / "epoch.json"
 
 
 def setting(out: Path) -> Setting:
@@ -24,13 +26,16 @@ def setting(out: Path) -> Setting:
 
 
 def overview(studies: list[Found], path: Path) -> Picture:
-    """The training loss of every study in one small picture."""
+    """The training loss of every study that has records, in one small picture."""
+    studies = [one for one in studies if one.results]
     figure = Figure(figsize=(9.5, 2.6 * ((len(studies) + 1) // 2)), layout="constrained")
-    panels = figure.subplots((len(studies) + 1) // 2, 2, squeeze=False).flat
+    panels = list(figure.subplots((len(studies) + 1) // 2, 2, squeeze=False).flat)
+    for ax in panels[len(studies) :]:
+        ax.remove()
     for one, ax in zip(studies, panels, strict=False):
         for arm, records in one.results.items():
             curve(ax, arm, [[epoch["train_loss"] for epoch in record["epochs"]] for record in records])
-        ax.set(xlabel="epoch", ylabel="training loss")
+        ax.set(xlabel="epoch", ylabel="training loss per batch")
         ax.set_title(one.title, fontsize=10)
         ax.grid(alpha=0.3)
     names = {label: line for ax in figure.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
@@ -51,13 +56,24 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
 
 
+def epoch() -> str:
+    """Medians of the parts of an epoch, as measured by benchmarks/epoch.py."""
+    rows = json.loads(EPOCH.read_text())["epochs"]
+    columns = list(next(iter(rows.values()))[0])
+    cells = [[arm, *(f"{median(row[name] for row in found):.1f}" for name in columns)] for arm, found in rows.items()]
+    return _table(["seconds", *columns], cells)
+
+
 def filled(page: str, found: Outcome) -> str:
-    """The page with everything between the two marks made anew."""
-    before, started, rest = page.partition(START)
-    _, ended, after = rest.partition(END)
-    if not (started and ended):
-        raise ValueError(f"{PAGE} must have the lines {START} and {END}.")
-    return f"{before}{START}\n\n{markdown(found)}\n\n{END}{after}"
+    """The page with everything between its marks made anew."""
+    for name, content in (("records", markdown(found)), ("epoch", epoch())):
+        start, end = f"<!-- {name}: made by `make docs` -->", f"<!-- end of {name} -->"
+        before, started, rest = page.partition(start)
+        _, ended, after = rest.partition(end)
+        if not (started and ended):
+            raise ValueError(f"{PAGE} must have the lines {start} and {end}.")
+        page = f"{before}{start}\n\n{content}\n\n{end}{after}"
+    return page
 
 
 if __name__ == "__main__":
