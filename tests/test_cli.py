@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from blockmean import cli
 from blockmean.lab import data, paper
 from blockmean.lab.paper import PARTS, Claim, Outcome, Setting, Verdict
 from blockmean.lab.sources import DamagedData
+from small_data import small_mnist, write
 
 run = CliRunner().invoke
 
@@ -93,7 +95,19 @@ def test_a_part_that_is_wrong_is_not_taken_for_a_wrong_argument(monkeypatch: pyt
     assert "Usage" not in result.output
 
 
-def test_damaged_data_is_named_once_also_from_a_worker(tmp_path: Path):
+def test_missing_data_is_named_before_the_first_run(tmp_path: Path):
+    source, contents = small_mnist()
+    write(tmp_path, contents)
+    arguments = ["reproduce", "fig5", "--profile", "paper", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+    with patch.dict(data.SOURCES, {"mnist": source}):
+        result = run(cli.app, arguments, env={"COLUMNS": "300", "BLOCKMEAN_CACHE": str(tmp_path / "cache")})
+    assert result.exit_code == 2
+    assert "cifar10 is not here" in result.output
+    assert "%" not in result.output  # no bar was shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_data_is_named_once(tmp_path: Path):
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"not gzip")
     for name in ("train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
         (tmp_path / name).write_bytes(b"")
@@ -111,7 +125,7 @@ def test_report_measures_nothing(record: str | None, tmp_path: Path):
         path.write_text(record)
     result = run(cli.app, ["report", "table4", "--out", str(tmp_path)], env={"COLUMNS": "300"})
     assert result.exit_code == 0
-    assert "`blockmean reproduce table4` measures it" in result.output
+    assert "`blockmean reproduce table4 --profile quick` measures it" in result.output
     assert (path.read_text() if path.exists() else None) == record
 
 

@@ -203,7 +203,7 @@ def test_every_claim_is_there_with_its_measurement_and_verdict(page: Page, found
 
 
 def test_the_summary_counts_verdicts(page: Page):
-    counts = ["2 exact claims ✓ holds: 2", "4 findings ✓ holds: 1 ✗ does not hold: 1 ≈ within noise: 1 – not run: 1"]
+    counts = ["2 exact claims ✓ holds: 2", "4 findings ✓ holds: 1 ✗ does not hold: 1 ≈ within noise: 1 – no verdict: 1"]
     for line in counts:
         assert line in page.text
     assert "--profile paper --data-dir" in page.text
@@ -243,7 +243,14 @@ def test_titles_are_what_the_files_of_the_parts_say(tmp_path: Path):
 def test_a_part_that_could_not_be_made_is_named_with_the_reason(page: Page):
     assert page.text.count("could not be made: no data: give --data-dir <a folder>") == 2
     assert "Could not be made: Figure 4: how layers are coupled" in page.text
-    assert ["– not run", "could not be made: no data: give --data-dir <a folder>"] in page.rows
+    assert ["– no verdict", "could not be made: no data: give --data-dir <a folder>"] in page.rows
+
+
+def test_parts_that_were_not_asked_for_are_named(found: dict[str, Outcome], tmp_path: Path):
+    some, every = ({name: found.get(name, Outcome()) for name in names} for names in (["fig4", "theorems"], PARTS))
+    text = Page(write_report(some, Setting(tmp_path, tmp_path), tmp_path / "some.html")).text
+    assert f"Not asked for: {', '.join(name for name in PARTS if name not in some)}; blockmean report" in text
+    assert "Not asked for" not in Page(write_report(every, Setting(tmp_path, tmp_path), tmp_path / "all.html")).text
 
 
 def test_figures_tables_and_notes_are_there(page: Page, found: dict[str, Outcome]):

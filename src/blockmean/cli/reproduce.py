@@ -37,7 +37,7 @@ Epochs = Annotated[int | None, typer.Option(help="Epochs of these runs.", min=1)
 PUBLISHED = Path(blockmean.__file__).parents[2] / "results"
 """The records that come with a checkout of the project; an installed wheel has none."""
 
-COLOURS = {"holds": "green", "does not hold": "bold red", "within noise": "yellow", "not run": "dim"}
+COLOURS = {"holds": "green", "does not hold": "bold red", "within noise": "yellow", "no verdict": "dim"}
 
 
 @app.command()
@@ -59,7 +59,7 @@ def reproduce(
     code is 1 if something that is mathematically certain does not hold.
     """
     with explained("reproduce"):
-        from blockmean.lab.data import ensure
+        from blockmean.lab.data import verify
         from blockmean.lab.paper import PARTS
         from blockmean.lab.paper.protocol import studies
 
@@ -70,15 +70,15 @@ def reproduce(
         setting = _setting(profile, out, records, data_dir, seeds, epochs)
         chosen = _chosen(parts)
         wanted = studies(profile, seeds, epochs) if "fig5" in chosen else []
-        if download:
-            for dataset in {study.dataset for study in studies(profile)}:
-                ensure(dataset, data_dir)
-        try:
-            _run(wanted, setting, jobs)
-        except KeyboardInterrupt:
-            console.print(f"Stopped. Finished runs are in {setting.records}; the same command goes on from there.")
-            raise typer.Exit(130) from None
-    _report(chosen, setting)
+        unfinished = [study for study in wanted if not study.is_complete(setting.records / study.name)]
+        for dataset in dict.fromkeys(study.dataset for study in (studies(profile) if download else unfinished)):
+            verify(dataset, data_dir, download)
+    try:
+        _run(wanted, setting, jobs)
+        _report(chosen, setting)
+    except KeyboardInterrupt:
+        console.print(f"Stopped. Finished runs are in {setting.records}; the same command goes on from there.")
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -151,9 +151,9 @@ def _report(chosen: list[str], setting: Setting) -> None:
     torch.set_num_threads(1)  # small matrices: faster so, and the same numbers on every machine
     outcomes: dict[str, Outcome] = {}
     missing: dict[str, str] = {}
-    with console.status("drawing") as status:
+    with console.status("making the report") as status:
         for name in chosen:
-            status.update(f"drawing {name}")
+            status.update(f"measuring {name}" if name == "table4" else f"drawing {name}")
             try:
                 outcomes[name] = PARTS[name](setting)
             except (FileNotFoundError, DamagedData) as error:  # no reason to withhold the rest
@@ -161,7 +161,7 @@ def _report(chosen: list[str], setting: Setting) -> None:
         path = write_report(outcomes, setting, setting.out / "report.html", missing)
     _show(outcomes)
     for name, why in missing.items():
-        console.print(f"{name} is not in the report: {why}")
+        console.print(f"{name} is not in the report: {why}", soft_wrap=True)
     console.print(f"report: {path}", soft_wrap=True)
     claims = [claim for outcome in outcomes.values() for claim in outcome.claims]
     if any(claim.exact and claim.verdict is Verdict.FAILS for claim in claims):

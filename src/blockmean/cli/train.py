@@ -33,13 +33,13 @@ def train(
     """Train one model with one optimizer on one thread; ends with the test error and a plot of the losses."""
     with explained("train"):
         from blockmean.lab.course import draw_course
-        from blockmean.lab.data import ensure
+        from blockmean.lab.data import verify
         from blockmean.lab.records import write
         from blockmean.lab.train import Spec, run, steps_per_epoch
 
         steps = epochs * steps_per_epoch(dataset, batch)
         if download:
-            ensure(dataset, data_dir)
+            verify(dataset, data_dir, download)
         spec = Spec(dataset, model, optimizer, lr, seed, steps, _options(option or []), inputs, batch, flip)
         losses: list[float] = []
         columns = (
@@ -85,8 +85,9 @@ def _options(given: list[str]) -> dict[str, Any]:
 
 def _show(record: dict[str, Any]) -> None:
     steps = record["spec"]["steps"] if record["diverged_at"] is None else record["diverged_at"] + 1
+    reached = f"test error {record['test_error']:.2%}" if record["diverged_at"] is None else "no test error"
     console.print(
-        f"test error {record['test_error']:.2%} after {steps:,} steps of "
+        f"{reached} after {steps:,} steps of "
         f"{1000 * record['seconds'] / steps:.1f} ms each, of which the optimizer "
         f"{record['step_seconds'] / record['seconds']:.0%}",
     )

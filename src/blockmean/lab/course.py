@@ -19,7 +19,9 @@ def draw_course(record: dict[str, Any], losses: list[float], path: Path) -> Pict
     """Loss per step and test error per epoch."""
     spec = record["spec"]
     figure = Figure(figsize=(9.5, 3.4), layout="constrained")
-    figure.suptitle(f"{spec['optimizer']}, learning rate {spec['lr']:g}: {spec['model']} model on {spec['dataset']}")
+    diverged = "" if record["diverged_at"] is None else f" – diverged at step {record['diverged_at'] + 1}"
+    task = f"{spec['model']} model on {spec['dataset']}"
+    figure.suptitle(f"{spec['optimizer']}, learning rate {spec['lr']:g}: {task}{diverged}")
     left, right = figure.subplots(1, 2)
     steps = range(1, len(losses) + 1)
     left.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="each batch")
@@ -29,7 +31,9 @@ def draw_course(record: dict[str, Any], losses: list[float], path: Path) -> Pict
     left.legend(fontsize=8)
     errors = [epoch["test_error"] for epoch in record["epochs"]]
     right.plot(range(1, len(errors) + 1), errors, color="tab:red", marker="o", markersize=3)
-    right.set(xlabel="epoch", ylabel="test error", ylim=(0, None))
+    right.set(xlabel="epoch", ylabel="test error", xlim=(0.5, max(1, len(errors)) + 0.5), ylim=(0, None))
+    if not errors:
+        right.text(0.5, 0.5, "no epoch was completed", ha="center", va="center", transform=right.transAxes)
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.yaxis.set_major_formatter(PercentFormatter(1.0))
     for ax in (left, right):

@@ -65,10 +65,10 @@ def read_images(source: Source, data_dir: Path | None = None, download: bool = F
     return join(read(source, _paths(source, data_dir, download)))
 
 
-def ensure(dataset: str, data_dir: Path | None = None) -> None:
-    """Download a data set unless its files are here; the digits always are."""
+def verify(dataset: str, data_dir: Path | None = None, download: bool = False) -> None:
+    """Read a data set once, so that one that is missing or damaged is known before hours of work."""
     if dataset != "digits":
-        _paths(SOURCES[dataset], data_dir, download=True)
+        read_images(SOURCES[dataset], data_dir, download)
 
 
 def _paths(source: Source, data_dir: Path | None, download: bool) -> list[Path]:
@@ -85,8 +85,9 @@ def _paths(source: Source, data_dir: Path | None, download: bool) -> list[Path]:
     if absent:
         raise FileNotFoundError(
             f"{source.name} is not here: {where}, and it has not been downloaded to {cache}. Take the embedded digits "
-            f"with --dataset digits, or give the folder that holds {', '.join(source.published)} with --data-dir or "
-            "BLOCKMEAN_DATA, or fetch it with --download."
+            "(--dataset digits, or `reproduce --profile quick`), or give the folder that holds "
+            f"{', '.join(source.published)} with --data-dir or BLOCKMEAN_DATA, or fetch it with --download "
+            "(`reproduce`, `train` and `inspect` have it)."
         )
     return paths
 

@@ -76,7 +76,7 @@ def write_report(
         _element("style", Path(__file__).with_name("report.css").read_text(encoding="utf-8")),
     )
     main = _element("main", _verdicts(parts), *map(_part, parts), _settings(setting), _environment(machine))
-    body = _element("body", _header(parts, setting, machine), main)
+    body = _element("body", _header(parts, titles, setting, machine), main)
     page = ET.tostring(_element("html", head, body, lang="en"), encoding="unicode", method="html")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"<!DOCTYPE html>\n{page}", encoding="utf-8")
@@ -88,7 +88,7 @@ def _titles() -> dict[str, str]:
     return {name: text.partition("\n")[0].removesuffix(".") for name, text in files.items()}
 
 
-def _header(parts: list[Part], setting: Setting, machine: Mapping[str, str]) -> Element:
+def _header(parts: list[Part], titles: Mapping[str, str], setting: Setting, machine: Mapping[str, str]) -> Element:
     """What this page is, and in short what came out."""
     claims = [claim for part in parts for claim in part.outcome.claims]
     exact, findings = ([claim for claim in claims if claim.exact == kind] for kind in (True, False))
@@ -102,6 +102,10 @@ def _header(parts: list[Part], setting: Setting, machine: Mapping[str, str]) -> 
         for kind, found in (("exact claims", exact), ("findings", findings))
         if found
     ]
+    absent = [name for name in titles if name not in {part.name for part in parts}]
+    if absent:
+        told = f"{', '.join(absent)}; `blockmean report` makes the whole page."
+        counts.append(_element("li", _element("strong", "Not asked for: "), *_text(told)))
     missing = [part for part in parts if part.missing is not None]
     if missing:
         counts.append(_element("li", _element("strong", "Could not be made: "), *_joined(map(_link, missing))))

@@ -85,6 +85,11 @@ class Study:
             every += results[arm]
         return Findings(tuned, best, {arm: records for arm, records in results.items() if records}, every)
 
+    def is_complete(self, folder: Path) -> bool:
+        """Whether every run has a record."""
+        found = self.findings(folder)
+        return len(found.every) == len(self.tuning_specs()) + len(found.best) * len(self.final.seeds)
+
     def total_steps(self) -> int:
         """Training steps of the whole study."""
         rates_and_seeds = len(self.rates) * len(self.tuning.seeds) * self.tuning.epochs

@@ -30,6 +30,7 @@ COLOURS = {
     "full": "tab:green",
     "BMA consistent": "tab:orange",
     "BMA weighted": "tab:red",
+    "BMA, our floor": "tab:cyan",
     "BMA weighted, per kernel": "tab:purple",
     "Adam": "tab:brown",
     "AdamBMA": "tab:pink",
@@ -89,7 +90,8 @@ def fig5(setting: Setting) -> Outcome:
         "“BMA” is Algorithm 1 as printed, with the authors' floor for eigenvalues; “consistent” and “weighted” are the "
         "other two variants with the library's defaults, all with one block per tensor.",
         "A run is stuck where its loss at the end is still that of guessing, ln 10; one that diverged counts as "
-        "infinitely bad. There is a verdict where all runs of the compared optimizers are there.",
+        "infinitely bad. There is a verdict where all runs of the compared optimizers are there. “edge” marks a rate "
+        "that is the largest or smallest tried: a better one may lie beyond.",
     ]
     if any(one.published for one in ready):
         notes.append(
@@ -133,7 +135,7 @@ def _draw(found: list[Found], arms: set[str], path: Path) -> Picture:
         axes[0].legend(fontsize=8)
     counts = {len(records) for one in found for records in one.results.values()}
     seeds = " or ".join(map(str, sorted(counts)))
-    caption = f"Mean over {seeds} seeds, the thin lines, with a band from the smallest to the largest."
+    caption = f"Thick: the mean over {seeds} seeds; thin: each seed; bands: from the smallest to the largest."
     if any(one.study.name in AUTHORS for one in found):
         caption += " Triangles at the right edge: where the authors' curves end (one seed, more epochs than ours)."
     return save(figure, path, caption)
@@ -227,14 +229,16 @@ def _results(one: Found) -> Table:
     """Per arm what the best rate gave, beside the diagonal method."""
     header = ["optimizer", "rate", "seeds", "training loss", "beside diag", "test error", "error beside diag"]
     wanted = len(one.study.final.seeds)
+    edges = (min(one.study.rates), max(one.study.rates))
     rows = []
     for arm, records in one.results.items():
         diag = one.results.get("diag", []) if arm != "diag" else []
+        rate = one.findings.best[arm]
         seeds = [str(wanted) if len(records) == wanted else f"{len(records)} of {wanted}", _astray(records)]
         rows.append(
             [
                 arm,
-                f"{one.findings.best[arm]:g}",
+                f"{rate:g} (edge)" if rate in edges else f"{rate:g}",
                 ", ".join(filter(None, seeds)),
                 f"{statistics.mean(map(one.loss, records)):.1f}",
                 str(interval(differences(records, diag, one.loss)) or "–"),

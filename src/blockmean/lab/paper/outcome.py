@@ -16,7 +16,7 @@ class Verdict(StrEnum):
     HOLDS = "holds"
     FAILS = "does not hold"
     NOISE = "within noise"
-    UNKNOWN = "not run"
+    UNKNOWN = "no verdict"
 
     @classmethod
     def of(cls, holds: bool) -> Verdict:

@@ -21,8 +21,9 @@ SMALL_ARMS = {
     "BMA weighted": {"optimizer": "AdaGradBMA", "options": {"variant": "weighted"}},
     "full": {"optimizer": "AdaGradFull", "options": {"eigenvalue_floor": 1e-8}},
 }
-# The project's own addition: blocks of one kernel each, and Adam.
+# The project's own addition: Algorithm 1 with the library's floor of 0.1, blocks of one kernel each, and Adam.
 OWN_ARMS: dict[str, dict[str, Any]] = {
+    "BMA, our floor": {"optimizer": "AdaGradBMA", "options": {"variant": "paper"}},
     "BMA weighted, per kernel": {
         "optimizer": "AdaGradBMA",
         "options": {"variant": "weighted", "partition": "kernel", "coupling": "none"},

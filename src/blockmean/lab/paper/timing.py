@@ -36,7 +36,9 @@ def timings(path: Path, profile: str, measure: bool = True) -> Record:
     record = load_record(path, spec, {"spec", "models", "environment"}, _require_all_rounds)
     if record is None:
         if not measure:
-            raise FileNotFoundError(f"there is no {path} to be used; `blockmean reproduce table4` measures it.")
+            raise FileNotFoundError(
+                f"there is no {path} to be used; `blockmean reproduce table4 --profile {profile}` measures it."
+            )
         models = {name: _measure(name, ROUNDS[profile][name]) for name in ARMS}
         record = {"spec": spec, "environment": environment(), "models": models}
         store(path, record)
