@@ -1,14 +1,17 @@
-"""For all tests and doctests: none leaves a picture open for the next one to stumble over."""
+"""For all tests and doctests: none leaves anything behind for the next one to stumble over."""
 
 import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
-def close_pictures() -> Iterator[None]:
+def leave_nothing_behind() -> Iterator[None]:
+    threads = torch.get_num_threads()
     yield
+    torch.set_num_threads(threads)  # runs take one thread, and with another number convolutions round differently
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None:
         pyplot.close("all")
