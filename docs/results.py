@@ -12,7 +12,7 @@ from statistics import median
 from matplotlib.figure import Figure
 
 from blockmean.lab.paper import Outcome, Setting
-from blockmean.lab.paper.fig5 import Found, curve, fig5, find
+from blockmean.lab.paper.fig5 import COLOURS, Found, curve, fig5, find
 from blockmean.lab.picture import Picture, save
 
 ROOT = Path(__file__).parent.parent
@@ -34,12 +34,13 @@ def overview(studies: list[Found], path: Path) -> Picture:
         ax.remove()
     for one, ax in zip(studies, panels, strict=False):
         for arm, records in one.results.items():
-            curve(ax, arm, [[epoch["train_loss"] for epoch in record["epochs"]] for record in records])
+            curve(ax, arm, records, "train_loss")
         ax.set(xlabel="epoch", ylabel="training loss per batch")
         ax.set_title(one.title, fontsize=10)
         ax.grid(alpha=0.3)
-    names = {label: line for ax in figure.axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(names.values(), names.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    lines = {line.get_color(): line for ax in figure.axes for line in ax.get_legend_handles_labels()[0]}
+    names = [arm for arm, colour in COLOURS.items() if colour in lines]
+    figure.legend([lines[COLOURS[arm]] for arm in names], names, loc="outside lower center", ncols=4, fontsize=8)
     return save(figure, path)
 
 

@@ -124,7 +124,7 @@ def _draw(found: list[Found], arms: set[str], path: Path) -> Picture:
         for ax, quantity, unit in zip(axes, QUANTITIES, (one.batches, 1), strict=True):
             for arm in one.results:
                 if arm in arms:
-                    curve(ax, arm, [[epoch[quantity] * unit for epoch in run["epochs"]] for run in one.results[arm]])
+                    curve(ax, arm, one.results[arm], quantity, unit)
             for arm, (epoch, *ends) in AUTHORS.get(one.study.name, {}).items():
                 if arm in arms:
                     _end_point(ax, arm, epoch, ends[QUANTITIES.index(quantity)])
@@ -141,12 +141,14 @@ def _draw(found: list[Found], arms: set[str], path: Path) -> Picture:
     return save(figure, path, caption)
 
 
-def curve(ax: Axes, arm: str, runs: list[list[float]]) -> None:
+def curve(ax: Axes, arm: str, records: list[Record], quantity: str, unit: float = 1.0) -> None:
     """The mean over seeds, as far as all of them came, with a band from the smallest to the largest; each seed thin."""
+    runs = [[epoch[quantity] * unit for epoch in record["epochs"]] for record in records]
+    label = f"{arm} ({astray})" if (astray := _astray(records)) else arm
     values = list(zip(*runs, strict=False))  # a run that diverged is shorter
     epochs = range(1, len(values) + 1)
     marker = "." if len(values) == 1 else None  # a line of one point cannot be seen
-    ax.plot(epochs, [statistics.mean(row) for row in values], color=COLOURS[arm], label=arm, marker=marker)
+    ax.plot(epochs, [statistics.mean(row) for row in values], color=COLOURS[arm], label=label, marker=marker)
     for run in runs:  # one seed that goes astray must not pass for a wide spread of all
         ax.plot(range(1, len(run) + 1), run, color=COLOURS[arm], linewidth=0.5, alpha=0.6)
     ax.fill_between(epochs, list(map(min, values)), list(map(max, values)), color=COLOURS[arm], alpha=0.15, linewidth=0)
