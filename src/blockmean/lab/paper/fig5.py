@@ -171,7 +171,8 @@ def _claims(one: Found) -> list[Claim]:
         _smaller(one, f"{ours} has a smaller test error than diag", error),
     ]
     if "full" in one.study.arms:
-        claims.append(_similar(one, f"{ours} converges about as fast as full: its loss is past the middle from diag"))
+        middle = "its training loss lies beyond the middle between diag's and full's"
+        claims.append(_similar(one, f"{ours} converges about as fast as full: {middle}"))
     return claims
 
 
