@@ -12,7 +12,8 @@ from statistics import median
 from matplotlib.figure import Figure
 
 from blockmean.lab.paper import Outcome, Setting
-from blockmean.lab.paper.fig5 import COLOURS, Found, curve, fig5, find
+from blockmean.lab.paper.fig5 import COLOURS, Found, curve, draw, fig5, find
+from blockmean.lab.paper.protocol import SMALL_ARMS
 from blockmean.lab.picture import Picture, save
 
 ROOT = Path(__file__).parent.parent
@@ -25,9 +26,16 @@ def setting(out: Path) -> Setting:
     return Setting(out, ROOT / "results", profile="paper")
 
 
+def pictures(out: Path) -> list[Picture]:
+    """All studies in small, and the curves of each data set."""
+    ready = [one for one in find(setting(out)) if one.results]
+    by_data = {name: [one for one in ready if one.study.dataset == name] for name in ("mnist", "cifar10")}
+    drawn = [draw(studies, set(SMALL_ARMS), out / f"fig5-{name}") for name, studies in by_data.items()]
+    return [overview(ready, out / "overview"), *drawn]
+
+
 def overview(studies: list[Found], path: Path) -> Picture:
-    """The training loss of every study that has records, in one small picture."""
-    studies = [one for one in studies if one.results]
+    """The training loss of every study in one small picture."""
     figure = Figure(figsize=(9.5, 2.6 * ((len(studies) + 1) // 2)), layout="constrained")
     panels = list(figure.subplots((len(studies) + 1) // 2, 2, squeeze=False).flat)
     for ax in panels[len(studies) :]:
@@ -80,7 +88,8 @@ def filled(page: str, found: Outcome) -> str:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         found = fig5(setting(Path(folder)))
-        for picture in (*found.pictures, overview(find(setting(Path(folder))), Path(folder) / "overview")):
+        own = [picture for picture in found.pictures if picture.path.name == "fig5-own"]
+        for picture in (*pictures(Path(folder)), *own):
             print(shutil.copy(picture.svg, ROOT / "docs" / "img"))
     PAGE.write_text(filled(PAGE.read_text(), found))
     print(PAGE)

@@ -79,10 +79,10 @@ def fig5(setting: Setting) -> Outcome:
     """Training loss and test error per epoch: AdaGrad diagonal, block mean and full, and the project's own forms."""
     found = find(setting)
     ready = [one for one in found if one.results]
-    pictures = [_draw(ready, set(SMALL_ARMS), setting.out / "fig5")] if ready else []
+    pictures = [draw(ready, set(SMALL_ARMS), setting.out / "fig5")] if ready else []
     own = [one for one in ready if one.results.keys() & OWN_ARMS.keys()]
     if own:
-        pictures.append(_draw(own, {"diag", *OWN_ARMS}, setting.out / "fig5-own"))
+        pictures.append(draw(own, {"diag", *OWN_ARMS}, setting.out / "fig5-own"))
     notes = [
         "Each optimizer takes the learning rate out of 1, 0.1 … 0.0001 that gives the smallest training loss in a few "
         "short runs, and then runs with fresh seeds. Equal seeds mean equal initial weights and equal batches, so that "
@@ -118,7 +118,7 @@ def find(setting: Setting) -> list[Found]:
     return sorted(found, key=lambda one: order.index(one.study.name))
 
 
-def _draw(found: list[Found], arms: set[str], path: Path) -> Picture:
+def draw(found: list[Found], arms: set[str], path: Path) -> Picture:
     figure = Figure(figsize=(9.5, 3.1 * len(found)), layout="constrained")
     for one, axes in zip(found, figure.subplots(len(found), 2, squeeze=False), strict=True):
         for ax, quantity, unit in zip(axes, QUANTITIES, (one.batches, 1), strict=True):
