@@ -148,12 +148,12 @@ def _report(chosen: list[str], setting: Setting) -> None:
     from blockmean.lab.report import write_report
     from blockmean.lab.sources import DamagedData
 
-    torch.set_num_threads(1)  # small matrices: faster so, and the same numbers on every machine
+    torch.set_num_threads(1)  # small matrices: faster so, and rounding does not depend on the cores
     outcomes: dict[str, Outcome] = {}
     missing: dict[str, str] = {}
     with console.status("making the report") as status:
         for name in chosen:
-            status.update(f"measuring {name}" if name == "table4" else f"drawing {name}")
+            status.update(f"measuring {name}" if name == "table4" and setting.measure else f"drawing {name}")
             try:
                 outcomes[name] = PARTS[name](setting)
             except (FileNotFoundError, DamagedData) as error:  # no reason to withhold the rest

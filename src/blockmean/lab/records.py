@@ -17,8 +17,7 @@ from typing import Any
 
 from blockmean.lab.train import Record, Spec, run, steps_per_epoch
 
-KEYS = {"spec", "environment", "epochs", "diverged_at", "train_loss", "test_loss", "test_error"}
-REQUIRED = KEYS | {"data_seconds", "seconds", "step_seconds"}
+REQUIRED = {"spec", "environment", "epochs", "diverged_at", "train_loss", "test_loss", "test_error", "step_seconds"}
 
 _steps_made: Any = None  # in a worker: the counter that it shares with the others and the main process
 
@@ -97,13 +96,12 @@ def run_all(
     counter = context.Value("q", behind)
     pool = ProcessPoolExecutor(min(jobs, len(missing)), context, initializer=_begin, initargs=(counter,))
     try:
-        futures: dict[Future[Record], Spec] = {pool.submit(_run, spec, folder, data_dir): spec for spec in missing}
+        futures: set[Future[Record]] = {pool.submit(_run, spec, folder, data_dir) for spec in missing}
         while futures:
-            ready, _ = wait(futures, timeout=0.5, return_when=FIRST_COMPLETED)
+            ready, futures = wait(futures, timeout=0.5, return_when=FIRST_COMPLETED)
             if on_steps is not None:
                 on_steps(counter.value)
             for future in ready:
-                del futures[future]
                 yield future.result()
     except BaseException:  # Ctrl-C too: what is finished is on disk, and nobody waits for the runs in progress
         for process in multiprocessing.active_children():

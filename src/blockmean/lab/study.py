@@ -87,8 +87,8 @@ class Study:
 
     def is_complete(self, folder: Path) -> bool:
         """Whether every run has a record."""
-        found = self.findings(folder)
-        return len(found.every) == len(self.tuning_specs()) + len(found.best) * len(self.final.seeds)
+        known = self.findings(folder)
+        return len(known.every) == len(self.tuning_specs()) + len(known.best) * len(self.final.seeds)
 
     def total_steps(self) -> int:
         """Training steps of the whole study."""
