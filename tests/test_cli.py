@@ -158,6 +158,20 @@ def test_an_unknown_part_or_profile_lists_what_there_is(command: str, tmp_path: 
     assert "must be one of quick, paper" in result.output
 
 
+@pytest.mark.parametrize(
+    ("command", "option"), [("reproduce", "--out"), ("reproduce", "--records"), ("report", "--out"), ("train", "--out")]
+)
+def test_a_folder_that_cannot_be_made_is_named_before_anything_runs(command: str, option: str, tmp_path: Path):
+    (tmp_path / "file").touch()
+    parts = [] if command == "train" else ["fig2"]
+    folder = tmp_path / "file" / "folder"
+    arguments = [command, *parts, "--out", str(tmp_path / "out"), option, str(folder)]
+    result = run(cli.app, arguments, env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert str(folder) in result.output
+    assert "%" not in result.output  # no bar was shown
+
+
 def test_the_full_study_without_data_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("BLOCKMEAN_DATA", raising=False)
     monkeypatch.setenv("BLOCKMEAN_CACHE", str(tmp_path))

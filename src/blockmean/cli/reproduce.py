@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 Parts = Annotated[list[str] | None, typer.Argument(help="Which parts of the paper; all of them by default.")]
 Profile = Annotated[str, typer.Option(help="quick: 5,000 embedded digits. paper: MNIST and CIFAR-10, hours.")]
 DataDir = Annotated[Path | None, typer.Option(help="The folder with MNIST and CIFAR-10 (or BLOCKMEAN_DATA).")]
-Out = Annotated[Path, typer.Option(help="The folder for the report and its pictures.", file_okay=False)]
-Records = Annotated[Path | None, typer.Option(help="The folder for records, one per run. OUT/records by default.")]
+Out = Annotated[Path, typer.Option(help="The folder for the report and its pictures.", file_okay=False, writable=True)]
+Records = Annotated[
+    Path | None, typer.Option(help="The folder for records, one per run. OUT/records by default.", file_okay=False)
+]
 Seeds = Annotated[int | None, typer.Option(help="Seeds for the best rate of each optimizer.", min=1)]
 Epochs = Annotated[int | None, typer.Option(help="Epochs of these runs.", min=1)]
 
@@ -73,6 +75,8 @@ def reproduce(
         unfinished = [study for study in wanted if not study.is_complete(setting.records / study.name)]
         for dataset in dict.fromkeys(study.dataset for study in (studies(profile) if download else unfinished)):
             verify(dataset, data_dir, download)
+        for folder in (setting.out, setting.records):
+            folder.mkdir(parents=True, exist_ok=True)  # where that cannot be, say so before the first run
     try:
         _run(wanted, setting, jobs)
         _report(chosen, setting)
@@ -95,6 +99,7 @@ def report(
     with explained("report"):
         setting = replace(_setting(profile, out, records, data_dir, seeds, epochs), measure=False)
         chosen = _chosen(parts)
+        out.mkdir(parents=True, exist_ok=True)
     _report(chosen, setting)
 
 

@@ -28,7 +28,9 @@ def train(
     seed: Annotated[int, typer.Option(help="Of initial weights and batches.")] = 0,
     data_dir: Annotated[Path | None, typer.Option(help="The folder with the files of the data set.")] = None,
     download: Annotated[bool, typer.Option("--download", help="Fetch the data set if it is not there.")] = False,
-    out: Annotated[Path, typer.Option(help="The folder for the plot and the record.", file_okay=False)] = Path("out"),
+    out: Annotated[
+        Path, typer.Option(help="The folder for the plot and the record.", file_okay=False, writable=True)
+    ] = Path("out"),
 ) -> None:
     """Train one model with one optimizer on one thread; ends with the test error and a plot of the losses."""
     with explained("train"):
@@ -41,6 +43,7 @@ def train(
         if download:
             verify(dataset, data_dir, download)
         spec = Spec(dataset, model, optimizer, lr, seed, steps, _options(option or []), inputs, batch, flip)
+        out.mkdir(parents=True, exist_ok=True)  # where that cannot be, say so before the training
         losses: list[float] = []
         columns = (
             TextColumn(f"{optimizer} on {dataset}"),
