@@ -46,7 +46,7 @@ def test_only_the_parts_that_are_asked_for(tmp_path: Path):
     result = run(cli.app, ["reproduce", "theorems", "fig2", "--out", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "Theorem 2" in result.output
-    assert {path.name for path in tmp_path.iterdir()} == {"fig2.svg", "fig2.png", "report.html"}
+    assert {path.name for path in tmp_path.iterdir()} == {"fig2.svg", "fig2.png", "report.html", "records"}
     assert f"report: {tmp_path / 'report.html'}" in result.output
 
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from blockmean.lab.data import load
 from blockmean.lab.paper import PARTS, Outcome, Setting, Verdict, small_fisher, timing
 from blockmean.lab.paper.architecture import architecture
 from blockmean.lab.paper.related_work import RANKS, approximations
+from blockmean.lab.paper.small_fisher import fisher
 from blockmean.lab.paper.table1 import PRINTED
 
 # The package has the functions of these names; here the modules are meant.
@@ -31,12 +33,9 @@ def setting(folder: Path) -> Setting:
 
 
 @pytest.fixture
-def few_images(monkeypatch: pytest.MonkeyPatch):
+def few_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Fisher matrix of fewer images, which is as good for everything but the numbers themselves."""
     monkeypatch.setattr(small_fisher, "SAMPLES", 400)
-    small_fisher._small_fisher.cache_clear()
-    yield
-    small_fisher._small_fisher.cache_clear()
 
 
 def texts(outcome: Outcome) -> list[str]:
@@ -72,7 +71,6 @@ def test_a_part_holds_where_it_is_mathematics_and_shows_what_it_promises(name: s
 )
 def test_pictures_and_findings_are_the_same_every_time(name: str, tmp_path: Path, few_images: None):
     first = PARTS[name](setting(tmp_path / "a"))
-    small_fisher._small_fisher.cache_clear()
     torch.manual_seed(123)  # of no importance
     again = PARTS[name](setting(tmp_path / "b"))
     assert (first.claims, first.tables) == (again.claims, again.tables)
@@ -103,18 +101,41 @@ def test_a_method_that_depends_on_coordinates_is_noticed(monkeypatch: pytest.Mon
     assert fig1._newton_deviation(A) > 0.01
 
 
-def test_the_fisher_matrix_is_that_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(small_fisher, "SAMPLES", 7)
-    found = small_fisher._small_fisher.__wrapped__("digits", None, 3)
+def test_the_fisher_matrix_is_that_of_a_plain_loop():
     data = load("digits")
+    images, labels = data.train[:7].double(), data.train_labels[:7]
+    model = small_fisher.untrained()
+    found = small_fisher.fisher(model, images, labels)
     expected = torch.zeros(322, 322, dtype=torch.float64)
-    for image, label in zip(data.train[:7].double(), data.train_labels[:7], strict=True):
-        loss = nn.functional.cross_entropy(found.model(image.unsqueeze(0)), label.unsqueeze(0))
-        g = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(found.model.parameters()))])
+    for image, label in zip(images, labels, strict=True):
+        loss = nn.functional.cross_entropy(model.double()(image.unsqueeze(0)), label.unsqueeze(0))
+        g = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
         expected += g.outer(g) / 7
-    torch.testing.assert_close(found.matrix, expected, rtol=1e-10, atol=1e-15)
-    untrained = small_fisher._small_fisher.__wrapped__("digits", None, 0)
-    assert not torch.allclose(found.matrix, untrained.matrix)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-15)
+
+
+def test_the_fisher_matrix_is_measured_once_and_kept_to_six_digits(
+    tmp_path: Path, few_images: None, monkeypatch: pytest.MonkeyPatch
+):
+    made = []
+    monkeypatch.setattr(small_fisher, "fisher", lambda *given: made.append(fisher(*given)) or made[-1])
+    first = small_fisher.small_fisher(setting(tmp_path))
+    for kept, F in zip(first[:2], made, strict=True):
+        torch.testing.assert_close(kept, F, rtol=5e-6, atol=0)
+        assert torch.equal(kept, kept.mT)
+    assert not torch.allclose(first.initial, first.trained, rtol=0.1)
+    assert 0 < first.deviation < 1e-12
+
+    report = replace(setting(tmp_path), measure=False)
+    again = small_fisher.small_fisher(report)
+    assert len(made) == 2
+    assert all(torch.equal(a, b) for a, b in zip(first[:2], again[:2], strict=True))
+    path = tmp_path / "records" / "fig4-quick.json"
+    record = json.loads(path.read_text())
+    for spoilt in ({"trained": record["trained"][1:]}, {"deviation": math.nan}, {"initial": None}):
+        path.write_text(json.dumps(record | spoilt))
+        with pytest.raises(FileNotFoundError, match="`blockmean reproduce fig4 --profile quick` measures it"):
+            small_fisher.small_fisher(report)
 
 
 def test_approximations_have_the_errors_that_theory_gives():
@@ -150,7 +171,7 @@ def test_a_parameter_without_gradient_has_no_correlations():
 
 
 def test_partitions_of_figure_4_are_those_of_its_caption():
-    sizes = {by: Partition.of(small_fisher.small((1, 28, 28)), by).sizes.tolist() for by in fig4.PAPER}
+    sizes = {by: Partition.of(small_fisher.small((1, 28, 28)), by).sizes.tolist() for by in small_fisher.CUTS}
     assert sizes["tensor"] == [27, 3, 81, 3, 81, 3, 81, 3, 30, 10]
     assert sizes["unit"] == [*[9] * 3, 3, *([*[27] * 3, 3] * 3), *[3] * 10, 10]
     assert sizes["kernel"] == [*[9] * 3, 3, *([*[9] * 9, 3] * 3), *[3] * 10, 10]
@@ -207,10 +228,11 @@ def test_a_record_that_cannot_be_used_is_named_and_made_again(spoil, complaint, 
     monkeypatch.setattr(timing, "ROUNDS", {"quick": {"small": 1}})
     monkeypatch.setattr(timing, "ARMS", {"small": timing.LARGE})  # without the slow one
     path = tmp_path / "table4-quick.json"
-    text = json.dumps(timing.timings(path, "quick"))
+    here = Setting(tmp_path, records=tmp_path)
+    text = json.dumps(timing.timings(here))
     assert not capsys.readouterr().err
     path.write_text(spoil(text))
-    again = timing.timings(path, "quick")
+    again = timing.timings(here)
     complained = capsys.readouterr().err
     assert f"{path} cannot be used" in complained
     assert complaint in complained

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockmean import BlockMean, Partition
 from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
-from blockmean.lab.paper.small_fisher import correlations, small_fisher
+from blockmean.lab.paper.small_fisher import correlations, small_fisher, untrained
 from blockmean.lab.picture import Picture, save
 
 CUTS = ("kernel", "unit", "tensor", "module", "all")
@@ -36,10 +36,10 @@ class Approximation(NamedTuple):
 
 def related_work(setting: Setting) -> Outcome:
     """Approximate one Fisher matrix, and σI, in every way."""
-    fisher = small_fisher(setting)
-    d = len(fisher.matrix)
-    partitions = [Partition.of(fisher.model, by) for by in CUTS]
-    found = approximations(fisher.matrix, partitions)
+    fisher = small_fisher(setting).trained
+    d = len(fisher)
+    partitions = [Partition.of(untrained(), by) for by in CUTS]
+    found = approximations(fisher, partitions)
     identity = approximations(0.3 * torch.eye(d, dtype=torch.float64), partitions)
     table = Table(
         f"Approximations of the empirical Fisher of the 322-parameter net, {d * (d + 1) // 2:,} numbers in a triangle",

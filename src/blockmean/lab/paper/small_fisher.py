@@ -2,59 +2,43 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from pathlib import Path
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from blockmean import BlockMean, Partition, curvature
 from blockmean.lab.data import load
 from blockmean.lab.models import small
+from blockmean.lab.paper.measured import measured
 from blockmean.lab.paper.outcome import Setting
+from blockmean.lab.train import Record
 
+d = 322
 SAMPLES = 4_000
 TRAINED = 200
 """Steps of AdaGrad (batch 100, η = 0.1): five epochs of the embedded digits, a third of one of MNIST."""
+CUTS = ("tensor", "unit", "kernel")
+"""How Figure 4 cuts the weights; biases are one block per layer in all three."""
 
 
 class SmallFisher(NamedTuple):
-    """A network in float64, the images and labels its Fisher is of, and the matrix, (322, 322)."""
+    """Empirical Fisher matrices of the net, (322, 322), with initial and with trained weights."""
 
-    model: nn.Module
-    images: Tensor
-    labels: Tensor
-    matrix: Tensor
-
-
-def small_fisher(setting: Setting, steps: int = TRAINED) -> SmallFisher:
-    """F = 1/N Σ g_n g_nᵀ after so many training steps, on the data of the profile; seed 0 throughout."""
-    return _small_fisher("mnist" if setting.profile == "paper" else "digits", setting.data_dir, steps)
+    initial: Tensor
+    trained: Tensor
+    deviation: float
+    """How far block means from per-sample block sums are from those of the dense matrix, relative, at most."""
 
 
-@lru_cache(maxsize=4)
-def _small_fisher(dataset: str, data_dir: Path | None, steps: int) -> SmallFisher:
-    data = load(dataset, "normalised", data_dir)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = small((1, 28, 28))
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-        for _ in range(steps):
-            batch = torch.randint(len(data.train), (100,))
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(data.train[batch]), data.train_labels[batch]).backward()
-            optimizer.step()
-    model.double().requires_grad_(False)
-    images, labels = data.train[:SAMPLES].double(), data.train_labels[:SAMPLES]
-
-    def loss(params: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        output = functional_call(model, params, (image.unsqueeze(0),))
-        return nn.functional.cross_entropy(output, label.unsqueeze(0))
-
-    gradients = vmap(grad(loss), (None, 0, 0), chunk_size=500)(dict(model.named_parameters()), images, labels)
-    rows = torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)  # (N, 322)
-    return SmallFisher(model.requires_grad_(), images, labels, rows.mT @ rows / len(rows))
+def small_fisher(setting: Setting) -> SmallFisher:
+    """F = 1/N Σ g_n g_nᵀ on the data of the profile; seed 0 throughout."""
+    dataset = "mnist" if setting.profile == "paper" else "digits"
+    spec = {"dataset": dataset, "samples": SAMPLES, "steps": TRAINED, "cuts": CUTS}
+    record = measured(setting, "fig4", spec, lambda: _measure(dataset, setting), _require_all_entries)
+    return SmallFisher(_symmetric(record["initial"]), _symmetric(record["trained"]), record["deviation"])
 
 
 def correlations(F: Tensor) -> Tensor:
@@ -62,3 +46,73 @@ def correlations(F: Tensor) -> Tensor:
     z = F.diagonal().sqrt()
     scale = z.outer(z)
     return F / scale.where(scale > 0, torch.inf)
+
+
+def untrained() -> nn.Module:
+    """The net for MNIST with the weights that training starts from."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return small((1, 28, 28))
+
+
+def _measure(dataset: str, setting: Setting) -> Record:
+    """Both matrices, as triangles, and how well `curvature.empirical_fisher` agrees with the second."""
+    data = load(dataset, "normalised", setting.data_dir)
+    images, labels = data.train[:SAMPLES].double(), data.train_labels[:SAMPLES]
+    model = untrained()
+    initial = fisher(model, images, labels)
+    _train(model, data.train, data.train_labels)
+    trained = fisher(model, images, labels)
+    deviation = max(_deviation(model.double(), by, images, labels, trained) for by in CUTS)
+    return {"initial": _triangle(initial), "trained": _triangle(trained), "deviation": deviation}
+
+
+def _deviation(model: nn.Module, by: str, images: Tensor, labels: Tensor, F: Tensor) -> float:
+    """How far the block mean from per-sample gradients is from that of the dense matrix, relative."""
+    partition = Partition.of(model, by)
+    streamed = curvature.empirical_fisher(model, nn.functional.cross_entropy, (images, labels), partition)
+    fitted = BlockMean.fit(F, partition).to_dense()
+    return float((streamed.to_dense() - fitted).norm() / fitted.norm())
+
+
+def _train(model: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """A few steps, the same every time."""
+    random = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    for _ in range(TRAINED):
+        batch = torch.randint(len(images), (100,), generator=random)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+
+
+def fisher(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """The empirical Fisher matrix in float64, by all gradients at once."""
+    params = {name: param.detach().double() for name, param in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        output = functional_call(model, params, (image.unsqueeze(0),))
+        return nn.functional.cross_entropy(output, label.unsqueeze(0))
+
+    gradients = vmap(grad(loss), (None, 0, 0), chunk_size=500)(params, images, labels)
+    rows = torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)  # (N, 322)
+    return rows.mT @ rows / len(rows)
+
+
+def _triangle(F: Tensor) -> list[float]:
+    """The lower triangle of a symmetric matrix, row by row, to six digits."""
+    return [float(f"{x:.6g}") for x in F[*torch.tril_indices(*F.shape)].tolist()]
+
+
+def _symmetric(triangle: list[float]) -> Tensor:
+    F = torch.zeros(d, d, dtype=torch.float64)
+    F[*torch.tril_indices(d, d)] = torch.tensor(triangle, dtype=torch.float64)
+    return F + F.tril(-1).mT
+
+
+def _require_all_entries(record: Record) -> None:
+    initial, trained = record["initial"], record["trained"]
+    if {len(initial), len(trained)} != {d * (d + 1) // 2}:
+        raise ValueError("entries are missing")
+    if not math.isfinite(math.fsum([*initial, *trained, record["deviation"]])):
+        raise ValueError("an entry is no number")

@@ -26,7 +26,7 @@ class Interval(NamedTuple):
 
 def table4(setting: Setting) -> Outcome:
     """Milliseconds per iteration of full, diagonal and block mean AdaGrad on both models, as ratios to the diagonal."""
-    record = timings(setting.records / f"table4-{setting.profile}.json", setting.profile, setting.measure)
+    record = timings(setting)
     claims, rows = [], []
     for name, arms in ARMS.items():
         samples, printed = record["models"][name], PRINTED[name]

@@ -1,21 +1,19 @@
-"""What the iterations of Table 4 cost: measured once, on one thread, and kept as a record."""
+"""What the iterations of Table 4 cost, measured on one thread."""
 
 from __future__ import annotations
 
 import copy
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from blockmean.lab.data import load
-from blockmean.lab.environment import environment
+from blockmean.lab.paper.measured import measured
+from blockmean.lab.paper.outcome import Setting
 from blockmean.lab.paper.protocol import DIAGONAL, PAPER, SMALL_ARMS
-from blockmean.lab.records import load as load_record
-from blockmean.lab.records import store
 from blockmean.lab.train import OPTIMIZERS, Record, network
 
 SELDOM = "BMA, D every 10 steps"
@@ -30,19 +28,17 @@ BATCH = 100
 STEPS = 10  # of an optimizer in a row: one of them renews D, also where that is seldom
 
 
-def timings(path: Path, profile: str, measure: bool = True) -> Record:
-    """The record at `path`; where there is none that can be used, everything is measured, if it may be."""
-    spec = {"rounds": ROUNDS[profile], "batch": BATCH, "steps": STEPS, "arms": ARMS}
-    record = load_record(path, spec, {"spec", "models", "environment"}, _require_all_rounds)
-    if record is None:
-        if not measure:
-            raise FileNotFoundError(
-                f"there is no {path} to be used; `blockmean reproduce table4 --profile {profile}` measures it."
-            )
-        models = {name: _measure(name, ROUNDS[profile][name]) for name in ARMS}
-        record = {"spec": spec, "environment": environment(), "models": models}
-        store(path, record)
-    return record
+def timings(setting: Setting) -> Record:
+    """The times of all rounds of a profile, as a record."""
+    rounds = ROUNDS[setting.profile]
+    spec = {"rounds": rounds, "batch": BATCH, "steps": STEPS, "arms": ARMS}
+    return measured(
+        setting,
+        "table4",
+        spec,
+        lambda: {"models": {name: _measure(name, rounds[name]) for name in ARMS}},
+        _require_all_rounds,
+    )
 
 
 def _measure(name: str, rounds: int) -> dict[str, Any]:
