@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
 from matplotlib.figure import Figure
 
-from blockmean.lab.paper import Outcome, Setting
-from blockmean.lab.paper.fig5 import COLOURS, Found, curve, draw, fig5, find
+from blockmean.lab.paper import PARTS, Outcome, Setting, Verdict
+from blockmean.lab.paper.fig5 import COLOURS, Found, curve, draw, find
 from blockmean.lab.paper.protocol import SMALL_ARMS
 from blockmean.lab.picture import Picture, save
 
@@ -23,7 +23,12 @@ EPOCH = ROOT / "benchmarks" / "results" / "epoch.json"
 
 def setting(out: Path) -> Setting:
     """The published records, and a folder for pictures."""
-    return Setting(out, ROOT / "results", profile="paper")
+    return Setting(out, ROOT / "results", profile="paper", measure=False)
+
+
+def outcomes(out: Path) -> dict[str, Outcome]:
+    """All parts of the paper, Figure 5 first."""
+    return {name: PARTS[name](setting(out)) for name in sorted(PARTS, key=lambda name: name != "fig5")}
 
 
 def pictures(out: Path) -> list[Picture]:
@@ -52,13 +57,20 @@ def overview(studies: list[Found], path: Path) -> Picture:
     return save(figure, path)
 
 
-def markdown(found: Outcome) -> str:
-    """All claims with their verdicts, and all tables."""
-    claims = [[claim.claim, claim.measured, f"**{claim.verdict}**"] for claim in found.claims]
-    sections = [_table(["claim of the paper", "measured", "verdict"], claims)]
-    for table in found.tables:
-        sections += [f"### {table.title}", _table(table.header, table.rows)]
-    return "\n\n".join(sections)
+def claims(found: Iterable[Outcome]) -> str:
+    """Every claim that measurements decide, with its verdict; those that are mathematics must hold."""
+    rows = []
+    for claim in (claim for outcome in found for claim in outcome.claims):
+        if not claim.exact:
+            rows.append([claim.claim, claim.measured, f"**{claim.verdict}**"])
+        elif claim.verdict is not Verdict.HOLDS:
+            raise AssertionError(f"{claim.claim}: {claim.measured}")
+    return _table(["claim of the paper", "measured", "verdict"], rows)
+
+
+def tables(found: Outcome) -> str:
+    """All tables of a part."""
+    return "\n\n".join(f"### {table.title}\n\n{_table(table.header, table.rows)}" for table in found.tables)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -73,9 +85,15 @@ def epoch() -> str:
     return _table(["seconds", *columns], cells)
 
 
-def filled(page: str, found: Outcome) -> str:
+def filled(page: str, found: dict[str, Outcome]) -> str:
     """The page with everything between its marks made anew."""
-    for name, content in (("records", markdown(found)), ("epoch", epoch())):
+    contents = {
+        "claims": claims(found.values()),
+        "fig5": tables(found["fig5"]),
+        "table4": tables(found["table4"]),
+        "epoch": epoch(),
+    }
+    for name, content in contents.items():
         start, end = f"<!-- {name}: made by `make docs` -->", f"<!-- end of {name} -->"
         before, started, rest = page.partition(start)
         _, ended, after = rest.partition(end)
@@ -87,8 +105,8 @@ def filled(page: str, found: Outcome) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        found = fig5(setting(Path(folder)))
-        own = [picture for picture in found.pictures if picture.path.name == "fig5-own"]
+        found = outcomes(Path(folder))
+        own = [picture for picture in found["fig5"].pictures if picture.path.name == "fig5-own"]
         for picture in (*pictures(Path(folder)), *own):
             print(shutil.copy(picture.svg, ROOT / "docs" / "img"))
     PAGE.write_text(filled(PAGE.read_text(), found))

@@ -72,6 +72,7 @@ def test_the_page_of_results_says_what_the_records_say(tmp_path: Path) -> None:
     results = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(results)
     page = results.PAGE.read_text()
-    assert results.filled(page, results.fig5(results.setting(tmp_path))) == page, "run `make docs`"
+    found = results.outcomes(tmp_path)
+    assert results.filled(page, found) == page, "run `make docs`"
     with pytest.raises(ValueError, match="must have the lines"):  # and not lose what follows
-        results.filled(page.replace("<!-- end of records -->", ""), results.fig5(results.setting(tmp_path)))
+        results.filled(page.replace("<!-- end of claims -->", ""), found)
