@@ -12,7 +12,7 @@ from statistics import median
 from matplotlib.figure import Figure
 
 from blockmean.lab.paper import PARTS, Outcome, Setting, Verdict
-from blockmean.lab.paper.fig5 import COLOURS, Found, curve, draw, find
+from blockmean.lab.paper.fig5 import COLOURS, Found, curves, draw, find
 from blockmean.lab.paper.protocol import SMALL_ARMS
 from blockmean.lab.picture import Picture, save
 
@@ -46,8 +46,7 @@ def overview(studies: list[Found], path: Path) -> Picture:
     for ax in panels[len(studies) :]:
         ax.remove()
     for one, ax in zip(studies, panels, strict=False):
-        for arm, records in one.results.items():
-            curve(ax, arm, records, "train_loss")
+        curves(ax, one.results, "train_loss")
         ax.set(xlabel="epoch", ylabel="training loss per batch")
         ax.set_title(one.title, fontsize=10)
         ax.grid(alpha=0.3)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
-from blockmean.lab.paper.fig5 import fig5, find
+from blockmean.lab.paper.fig5 import curves, fig5, find
 from blockmean.lab.paper.outcome import Setting, Verdict
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.records import write
@@ -85,6 +86,17 @@ def test_a_seed_that_never_left_the_start_is_named(tmp_path):
     assert outcome.claims[0].verdict is Verdict.NOISE
     assert outcome.claims[0].measured.endswith("smaller with 2 of 3 seeds; BMA: 1 stuck")
     assert outcome.tables[0].rows[1][2] == "3, 1 stuck"
+    assert "stuck lie above their panel" in outcome.pictures[0].caption
+
+
+@pytest.mark.parametrize(("losses", "top"), [([0.4, 2.3026, 0.6], 5.7), ([0.4, 1.5, 0.6], 6.5), ([2.31] * 3, 7.31)])
+def test_the_scale_is_that_of_runs_that_move(tmp_path, losses, top):
+    publish(tmp_path, studies("quick")[0], {"diag": [0.4, 0.7, 0.5] if min(losses) < 1 else losses, "BMA": losses})
+    ax = Figure().subplots()
+    curves(ax, find(Setting(tmp_path, tmp_path))[0].results, "train_loss")
+    low, high = ax.get_ylim()
+    assert top < high < top + 0.5  # of the first epoch
+    assert low < min(losses)
 
 
 def test_published_records_stand_in_for_what_the_profile_does_not_run_and_say_so(tmp_path):

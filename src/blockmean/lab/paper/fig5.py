@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -122,9 +123,7 @@ def draw(found: list[Found], arms: set[str], path: Path) -> Picture:
     figure = Figure(figsize=(9.5, 3.1 * len(found)), layout="constrained")
     for one, axes in zip(found, figure.subplots(len(found), 2, squeeze=False), strict=True):
         for ax, quantity, unit in zip(axes, QUANTITIES, (one.batches, 1), strict=True):
-            for arm in one.results:
-                if arm in arms:
-                    curve(ax, arm, one.results[arm], quantity, unit)
+            curves(ax, {arm: records for arm, records in one.results.items() if arm in arms}, quantity, unit)
             for arm, (epoch, *ends) in AUTHORS.get(one.study.name, {}).items():
                 if arm in arms:
                     _end_point(ax, arm, epoch, ends[QUANTITIES.index(quantity)])
@@ -133,15 +132,28 @@ def draw(found: list[Found], arms: set[str], path: Path) -> Picture:
             ax.grid(alpha=0.3)
         axes[0].set_ylabel(f"training loss, summed over\nthe {one.batches} batches of an epoch")
         axes[0].legend(fontsize=8)
-    counts = {len(records) for one in found for records in one.results.values()}
-    seeds = " or ".join(map(str, sorted(counts)))
+    shown = [records for one in found for arm, records in one.results.items() if arm in arms]
+    seeds = " or ".join(map(str, sorted({len(records) for records in shown})))
     caption = f"Thick: the mean over {seeds} seeds; thin: each seed; bands: from the smallest to the largest."
+    if any(map(_stuck, chain.from_iterable(shown))):
+        caption += " Runs that are stuck lie above their panel, and raise the mean."
     if any(one.study.name in AUTHORS for one in found):
         caption += " Triangles at the right edge: where the authors' curves end (one seed, more epochs than ours)."
     return save(figure, path, caption)
 
 
-def curve(ax: Axes, arm: str, records: list[Record], quantity: str, unit: float = 1.0) -> None:
+def curves(ax: Axes, results: dict[str, list[Record]], quantity: str, unit: float = 1.0) -> None:
+    """The runs of all arms, on a scale for those that are not stuck."""
+    for arm, records in results.items():
+        _curve(ax, arm, records, quantity, unit)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    every = list(chain.from_iterable(results.values()))
+    moving = [epoch[quantity] * unit for record in every if not _stuck(record) for epoch in record["epochs"]]
+    if moving and any(map(_stuck, every)):
+        ax.set_ylim(top=max(moving) + 0.05 * (max(moving) - min(moving)))
+
+
+def _curve(ax: Axes, arm: str, records: list[Record], quantity: str, unit: float) -> None:
     """The mean over seeds, as far as all of them came, with a band from the smallest to the largest; each seed thin."""
     runs = [[epoch[quantity] * unit for epoch in record["epochs"]] for record in records]
     label = f"{arm} ({astray})" if (astray := _astray(records)) else arm
@@ -152,7 +164,6 @@ def curve(ax: Axes, arm: str, records: list[Record], quantity: str, unit: float 
     for run in runs:  # one seed that goes astray must not pass for a wide spread of all
         ax.plot(range(1, len(run) + 1), run, color=COLOURS[arm], linewidth=0.5, alpha=0.6)
     ax.fill_between(epochs, list(map(min, values)), list(map(max, values)), color=COLOURS[arm], alpha=0.15, linewidth=0)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _end_point(ax: Axes, arm: str, epoch: int, value: float) -> None:
@@ -224,8 +235,12 @@ def _told(found: list[float]) -> str:
 def _astray(records: list[Record]) -> str:
     """How many runs diverged or never left the start, in words."""
     diverged = sum(record["diverged_at"] is not None for record in records)
-    stuck = sum(CHANCE * 0.99 < last_loss(record) < math.inf for record in records)
+    stuck = sum(map(_stuck, records))
     return ", ".join(f"{count} {what}" for count, what in ((diverged, "diverged"), (stuck, "stuck")) if count)
+
+
+def _stuck(record: Record) -> bool:
+    return CHANCE * 0.99 < last_loss(record) < math.inf
 
 
 def _results(one: Found) -> Table:
