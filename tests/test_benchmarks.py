@@ -109,3 +109,13 @@ def test_the_epoch_benchmark_writes_a_whole_record(tmp_path: Path):
         assert 0 < sum(parts) < 1.1 * row["epoch"]  # processor seconds cannot exceed the clock's
         assert row["evaluation"] > 0
     assert printed.startswith("| seconds | epoch |")
+
+
+def test_the_first_step_benchmark_measures_moves_in_units_of_the_rate(tmp_path: Path):
+    out = tmp_path / "first_step.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "first_step.py"), "--dataset", "digits", "--models", "small"]
+    subprocess.run([*command, "--seeds", "2", "--out", str(out)], check=True, capture_output=True)
+    record = json.loads(out.read_text())
+    floors = [seed[name] for seed in record["models"]["small"] for name in seed]
+    assert len(floors) == 4
+    assert all(0.5 < floor["largest move"] < 1e6 and floor["differences left"] >= 0 for floor in floors)

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from blockmean.lab.paper import Outcome, Setting
     from blockmean.lab.study import Study
 
-Parts = Annotated[list[str] | None, typer.Argument(help="Which parts of the paper; all of them by default.")]
+Parts = Annotated[
+    list[str] | None, typer.Argument(help="Parts of the paper, as `reproduce --list` names them; all by default.")
+]
 Profile = Annotated[str, typer.Option(help="quick: 5,000 embedded digits. paper: MNIST and CIFAR-10, hours.")]
 DataDir = Annotated[Path | None, typer.Option(help="The folder with MNIST and CIFAR-10 (or BLOCKMEAN_DATA).")]
 Out = Annotated[Path, typer.Option(help="The folder for the report and its pictures.", file_okay=False, writable=True)]
@@ -89,15 +91,17 @@ def reproduce(
 def report(
     parts: Parts = None,
     profile: Profile = "quick",
-    data_dir: DataDir = None,
     seeds: Seeds = None,
     epochs: Epochs = None,
     out: Out = Path("out"),
     records: Records = None,
 ) -> None:
-    """Write report.html from the records that are there; no study is run, no time is measured."""
+    """Write report.html from the records that are there; nothing is run or measured, no data is needed.
+
+    In a checkout of the project, `--profile paper --records results` shows the published runs.
+    """
     with explained("report"):
-        setting = replace(_setting(profile, out, records, data_dir, seeds, epochs), measure=False)
+        setting = replace(_setting(profile, out, records, None, seeds, epochs), measure=False)
         chosen = _chosen(parts)
         out.mkdir(parents=True, exist_ok=True)
     _report(chosen, setting)

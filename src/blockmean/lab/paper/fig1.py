@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ Q = torch.tensor([[1.0, -0.8], [-0.8, 1.0]], dtype=torch.float64)
 WORST = torch.tensor([2.5, 2.0], dtype=torch.float64)
 """A point that gradient descent leaves most slowly: its parts along the eigenvectors are as 1/λ₁ to 1/λ₂."""
 STEPS = 20
+STARTS = 8
+"""Points on half a circle around the minimum, off the axes of f; the other half would say the same."""
 FINE_RATES = tuple(2 ** (k / 2) for k in range(-2, 8))
 
 Loss = Callable[[Tensor], Tensor]
@@ -28,6 +31,9 @@ ADAGRAD: dict[str, Maker] = {
     "AdaGrad-diag": lambda params, lr: torch.optim.Adagrad(params, lr, eps=1e-10),
     "AdaGrad-full": lambda params, lr: AdaGradFull(params, lr),
     "AdaGrad-BMA": lambda params, lr: AdaGradBMA(params, lr, partition="element"),
+    "AdaGrad-BMA, the authors' floor": lambda params, lr: AdaGradBMA(
+        params, lr, partition="element", eigenvalue_floor=1e-10
+    ),
     "AdaGrad-BMA, consistent": lambda params, lr: AdaGradBMA(params, lr, partition="element", variant="consistent"),
 }
 # Colour and width of each line; a wide one shows under a thin one.
@@ -58,6 +64,7 @@ def fig1(setting: Setting) -> Outcome:
     transformed = _descend(_sphere, T @ WORST, 1)
     newton = _path(_quadratic, _newton(_quadratic, WORST, 1, 1.0))
     adagrad = {name: _best(make, RATES) for name, make in ADAGRAD.items()}
+    ahead = _ahead()
     drawn = {name: adagrad[name] for name in ("AdaGrad-diag", "AdaGrad-full", "AdaGrad-BMA")}
 
     figure = Figure(figsize=(9.6, 8.6), layout="constrained")
@@ -92,21 +99,26 @@ def fig1(setting: Setting) -> Outcome:
             exact=True,
         ),
         Claim(
-            "§2: methods that see the dependency get ahead of those that do not",
-            f"left of f after {STEPS} steps: "
-            + ", ".join(f"{name.removeprefix('AdaGrad-')} {float(path.left[-1]):.1e}" for name, path in drawn.items()),
-            Verdict.of(all(drawn[name].left[-1] < drawn["AdaGrad-diag"].left[-1] for name in list(drawn)[1:])),
+            "§2: algorithms that exploit the dependency can prevail over those that do not",
+            f"less of f left than with AdaGrad-diag after {STEPS} steps, from so many of {STARTS} starts on a circle: "
+            + ", ".join(f"{name.removeprefix('AdaGrad-')} {count}" for name, count in ahead.items()),
+            Verdict.of(ahead["AdaGrad-full"] == STARTS),
         ),
     ]
     table = Table(
-        f"AdaGrad on the quadratic of Figure 1: what is left of f after {STEPS} steps",
-        ["method", "best η of the paper's five", "left", f"best η of {len(FINE_RATES)}", "left"],
-        [[name, *_cells(adagrad[name]), *_cells(_best(make, FINE_RATES))] for name, make in ADAGRAD.items()],
+        f"AdaGrad on the quadratic of Figure 1: what is left of f after {STEPS} steps from the point of the picture, "
+        f"and from how many of {STARTS} points on a circle it is less than with the diagonal method",
+        ["method", "best η of the paper's five", "left", f"best η of {len(FINE_RATES)}", "left", "less than diag"],
+        [
+            [name, *_cells(adagrad[name]), *_cells(_best(make, FINE_RATES)), str(ahead.get(name, "–"))]
+            for name, make in ADAGRAD.items()
+        ],
     )
     notes = [
         "Each of the two parameters is a block of its own here, so the block mean leaves nothing out: AdaGrad-BMA and "
         "AdaGrad-full differ in that G⁻¹ is Z^-½ F^-½ Z^-½ in one and (ZFZ)^-½ in the other; and Algorithm 1 as "
-        "printed corrects by sums of the raw gradient, which “consistent” does not.",
+        "printed corrects by sums of the raw gradient, which “consistent” does not. Where nothing else is said, the "
+        "floor for eigenvalues is the library's, 0.1; the authors' is 10⁻¹⁰.",
         "The paper prints ξ = Λ^½Uθ for Q = UΛUᵀ. Λ^½Uᵀθ is meant, and is what is computed here.",
     ]
     return Outcome(claims, [save(figure, setting.out / "fig1", caption)], [table], notes)
@@ -141,9 +153,21 @@ def _descend(loss: Loss, start: Tensor, steps: int, make: Maker | None = None, r
     return _path(loss, points, rate)
 
 
-def _best(make: Maker, rates: Iterable[float]) -> Path:
+def _best(make: Maker, rates: Iterable[float], start: Tensor = WORST) -> Path:
     """The path at the learning rate that leaves least of f."""
-    return min((_descend(_quadratic, WORST, STEPS, make, rate) for rate in rates), key=lambda path: path.left[-1])
+    return min((_descend(_quadratic, start, STEPS, make, rate) for rate in rates), key=lambda path: path.left[-1])
+
+
+def _ahead() -> dict[str, int]:
+    """From how many starts each method leaves less of f than the diagonal one, each with the better rate of 1 and 0.1.
+
+    With the other rates of the paper no method gets far in so few steps.
+    """
+    angles = (torch.arange(STARTS, dtype=torch.float64) + 0.5) * torch.pi / STARTS
+    starts = WORST.norm() * torch.stack([angles.cos(), angles.sin()], 1)
+    left = {name: [float(_best(make, RATES[:2], start).left[-1]) for start in starts] for name, make in ADAGRAD.items()}
+    diagonal = left.pop("AdaGrad-diag")
+    return {name: sum(map(operator.lt, ours, diagonal)) for name, ours in left.items()}
 
 
 def _newton(loss: Loss, start: Tensor, steps: int, rate: float) -> list[Tensor]:
