@@ -277,7 +277,7 @@ def _results(one: Found) -> Table:
                 str(interval(differences(records, diag, error)) or "–"),
             ]
         )
-    title = f"{one.title}: the best rate of each, after {one.study.final.epochs} epochs"
+    title = f"{one.title}: the best rate of each, {_after(one.study.final.epochs)}"
     return Table(title, header, rows)
 
 
@@ -311,8 +311,12 @@ def _rates(one: Found) -> Table:
         [arm, *("diverged" if math.isinf(loss) else f"{loss * one.batches:.1f}" for loss in losses.values())]
         for arm, losses in one.findings.tuned.items()
     ]
-    title = f"{one.title}: training loss with each learning rate, after {one.study.tuning.epochs} epochs"
+    title = f"{one.title}: training loss with each learning rate, {_after(one.study.tuning.epochs)}"
     return Table(title, header, rows)
+
+
+def _after(epochs: int) -> str:
+    return "after 1 epoch" if epochs == 1 else f"after {epochs} epochs"
 
 
 def _made_by(one: Found) -> str:
