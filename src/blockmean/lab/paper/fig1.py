@@ -101,7 +101,7 @@ def fig1(setting: Setting) -> Outcome:
         Claim(
             "§2: algorithms that exploit the dependency can prevail over those that do not",
             f"less of f left than with AdaGrad-diag after {STEPS} steps, from so many of {STARTS} starts on a circle: "
-            + ", ".join(f"{name.removeprefix('AdaGrad-')} {count}" for name, count in ahead.items()),
+            + "; ".join(f"{name.removeprefix('AdaGrad-')}: {count}" for name, count in ahead.items()),
             Verdict.of(ahead["AdaGrad-full"] == STARTS),
         ),
     ]

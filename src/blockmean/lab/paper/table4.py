@@ -79,7 +79,7 @@ def _claims(name: str, whole: dict[str, list[float]], steps: dict[str, list[floa
             _compare(dearer, 1.0),
         ),
         Claim(
-            f"§7, {name} model: updating G⁻¹ only every several steps amortizes the cost",
+            f"§7, {name} model: updating G⁻¹ only every several steps lowers the cost",
             f"every {STEPS} steps: {seldom} times the time of the optimizer",
             _compare(seldom, 1.0),
         ),
