@@ -90,6 +90,15 @@ def test_a_seed_that_does_no_better_than_guessing_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("losses", "left"),
+    [([2.31, 2.31, 0.6], "BMA: 2 stuck; without: −4 with one seed"), ([2.31] * 3, "3 stuck; without: no pair of runs")],
+)
+def test_few_seeds_that_move_are_told_as_few(tmp_path, losses, left):
+    publish(tmp_path, studies("quick")[0], {"diag": [0.5, 0.6, 0.7], "BMA": losses})
+    assert fig5(Setting(tmp_path, tmp_path)).claims[0].measured.endswith(left)
+
+
+@pytest.mark.parametrize(
     ("losses", "drawn"),
     [([0.4, 2.3026, 0.6], [0.5, 0.4, 0.6]), ([0.4, 1.5, 0.5], [0.8, 0.4, 1.5, 0.5]), ([2.31] * 3, [2.31] * 4)],
 )

@@ -235,6 +235,8 @@ def _verdict(found: list[float]) -> Verdict:
 
 
 def _told(found: list[float]) -> str:
+    if len(found) < 2:
+        return f"{found[0]:+.2g} with one seed".replace("-", "−") if found else "no pair of runs"
     return str(interval(found) or "no mean, runs diverged")
 
 
