@@ -50,6 +50,8 @@ def overview(studies: list[Found], path: Path) -> Picture:
         ax.set(xlabel="epoch", ylabel="training loss per batch")
         ax.set_title(one.title, fontsize=10)
         ax.grid(alpha=0.3)
+        lost = [label for label in ax.get_legend_handles_labels()[1] if label not in COLOURS]  # as "BMA (1 stuck of 5)"
+        ax.text(0.98, 0.95, "\n".join(lost), transform=ax.transAxes, ha="right", va="top", fontsize=8)
     lines = {line.get_color(): line for ax in figure.axes for line in ax.get_legend_handles_labels()[0]}
     names = [arm for arm, colour in COLOURS.items() if colour in lines]
     figure.legend([lines[COLOURS[arm]] for arm in names], names, loc="outside lower center", ncols=4, fontsize=8)

@@ -156,7 +156,7 @@ def _curve(ax: Axes, arm: str, records: list[Record], quantity: str, unit: float
     """The mean over seeds, as far as all of them came, with a band from the smallest to the largest; each seed thin."""
     moving = list(filterfalse(_stuck, records)) or records
     runs = [[epoch[quantity] * unit for epoch in record["epochs"]] for record in moving]
-    label = f"{arm} ({astray})" if (astray := _astray(records)) else arm
+    label = f"{arm} ({astray} of {len(records)})" if (astray := _astray(records)) else arm
     values = list(zip(*runs, strict=False))  # a run that diverged is shorter
     epochs = range(1, len(values) + 1)
     marker = "." if len(values) == 1 else None  # a line of one point cannot be seen
