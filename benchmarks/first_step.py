@@ -2,8 +2,8 @@
 
     python benchmarks/first_step.py --data-dir FOLDER [--seeds 20]
 
-In the first step of AdaGrad every parameter moves by η, whatever its gradient. The block mean multiplies that by
-(A + floor)^-½ between blocks, and A has then rank one: all its eigenvalues but one are the floor. Per model, floor and
+In the first step of AdaGrad every parameter moves by η, whatever its gradient. The block mean corrects that by A^-½
+between blocks, and A has then rank one: all its eigenvalues but one are raised to the floor. Per model, floor and
 seed: the largest move of a parameter in units of η, and how much of the differences between the outputs for 500 test
 images is left after the step with η = 0.1. All goes to benchmarks/results/first_step.json.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 from pathlib import Path
 
@@ -22,9 +21,9 @@ from torch import nn
 from blockmean import AdaGradBMA
 from blockmean.lab.data import Images, load
 from blockmean.lab.environment import environment
+from blockmean.lab.records import store
 from blockmean.lab.train import network
 
-ROOT = Path(__file__).parent.parent
 RATE = 0.1
 FLOORS = {"the authors' floor, 1e-10": 1e-10, "our floor, 0.1": 0.1}
 
@@ -67,13 +66,11 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--models", nargs="+", default=["small", "large"])
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "first_step.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "first_step.json")
     given = parser.parse_args()
     images = load(given.dataset, data_dir=given.data_dir)
     found = {model: [first_step(model, images, seed) for seed in range(given.seeds)] for model in given.models}
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    record = {"dataset": given.dataset, "rate": RATE, "models": found, "environment": environment()}
-    given.out.write_text(json.dumps(record) + "\n")
+    store(given.out, {"dataset": given.dataset, "rate": RATE, "models": found, "environment": environment()})
     print(table(found))
 
 

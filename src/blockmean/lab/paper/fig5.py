@@ -141,7 +141,7 @@ def draw(found: list[Found], arms: set[str], path: Path) -> Picture:
     if any(map(_stuck, chain.from_iterable(shown))):
         caption += " Runs that are stuck are not drawn, only counted."
     if any(one.study.name in AUTHORS for one in found):
-        caption += " Triangles at the right edge: where the authors' curves end (one seed, more epochs than ours)."
+        caption += " Triangles at the right edge: where the authors' curves end (one run, more epochs than ours)."
     return save(figure, path, caption)
 
 
@@ -195,10 +195,7 @@ def _smaller(one: Found, claim: str, value: Callable[[Record], float]) -> Claim:
     told = [f"BMA − diag: {_told(found)}", f"smaller with {sum(x < 0 for x in found)} of {len(found)} seeds"]
     astray = [f"{arm}: {what}" for arm in ("diag", "BMA") if (what := _astray(one.results[arm]))]
     if astray:
-        ours, theirs = (
-            [record for record in one.results[arm] if not (_diverged(record) or _stuck(record))]
-            for arm in ("BMA", "diag")
-        )
+        ours, theirs = (list(filterfalse(_is_astray, one.results[arm])) for arm in ("BMA", "diag"))
         told += [*astray, f"without: {_told(differences(ours, theirs, value))}"]
     return Claim(claim, "; ".join(told), _verdict(found))
 
