@@ -1,0 +1,275 @@
+"""The command line, inside this process and once as a user calls it."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from typer.testing import CliRunner
+
+import blockmean
+from blockmean import cli
+from blockmean.lab import data, paper
+from blockmean.lab.paper import PARTS, Claim, Outcome, Setting, Verdict
+from blockmean.lab.paper.protocol import studies
+from blockmean.lab.sources import DamagedData
+from support.small_data import small_mnist, write
+
+run = CliRunner().invoke
+
+
+def test_version():
+    result = run(cli.app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output == f"blockmean {blockmean.__version__}\n"
+
+
+def test_without_a_command_it_shows_help():
+    assert "reproduce" in run(cli.app, []).output
+
+
+def test_list_names_every_part():
+    result = run(cli.app, ["reproduce", "--list"])
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert [line.split()[0] for line in lines] == list(PARTS)
+    assert all(len(line.split()) > 3 for line in lines)  # each says what it is
+
+
+def test_only_the_parts_that_are_asked_for(tmp_path: Path):
+    result = run(cli.app, ["reproduce", "theorems", "fig2", "--out", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "Theorem 2" in result.output
+    assert {path.name for path in tmp_path.iterdir()} == {"fig2.svg", "fig2.png", "report.html", "records"}
+    assert f"report: {tmp_path / 'report.html'}" in result.output
+
+
+def test_pictures_are_the_same_bytes_every_time(tmp_path: Path):
+    first, second = (PARTS["fig2"](Setting(tmp_path / name, tmp_path)).pictures for name in "ab")
+    assert [picture.svg.read_bytes() for picture in first] == [picture.svg.read_bytes() for picture in second]
+
+
+def outcome(verdict: Verdict, exact: bool) -> Outcome:
+    return Outcome([Claim("two is two", "2", Verdict.HOLDS, exact=True), Claim("one is two", "1", verdict, exact)])
+
+
+@pytest.mark.parametrize(
+    ("verdict", "exact", "code"),
+    [(Verdict.FAILS, True, 1), (Verdict.FAILS, False, 0), (Verdict.NOISE, False, 0), (Verdict.UNKNOWN, False, 0)],
+)
+def test_only_mathematics_that_fails_gives_exit_code_1(
+    verdict: Verdict, exact: bool, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(paper, "PARTS", {"part": lambda setting: outcome(verdict, exact)})
+    result = run(cli.app, ["report", "--out", str(tmp_path)])
+    assert result.exit_code == code
+    assert str(verdict) in result.output
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, DamagedData])
+def test_a_part_without_good_data_does_not_withhold_the_rest(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def without_data(setting: Setting) -> Outcome:
+        raise error("mnist is not here")
+
+    monkeypatch.setattr(paper, "PARTS", {"a": without_data, "b": lambda setting: outcome(Verdict.NOISE, False)})
+    result = run(cli.app, ["report", "--out", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "a is not in the report: mnist is not here" in result.output
+    assert "mnist is not here" in (tmp_path / "report.html").read_text()
+
+
+def test_a_part_that_is_wrong_is_not_taken_for_a_wrong_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def broken(setting: Setting) -> Outcome:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(paper, "PARTS", {"a": broken})
+    result = run(cli.app, ["report", "--out", str(tmp_path)])
+    assert isinstance(result.exception, ValueError)
+    assert "Usage" not in result.output
+
+
+def test_missing_data_is_named_before_the_first_run(tmp_path: Path):
+    source, contents = small_mnist()
+    write(tmp_path, contents)
+    arguments = ["reproduce", "fig5", "--profile", "paper", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+    with patch.dict(data.SOURCES, {"mnist": source}):
+        result = run(cli.app, arguments, env={"COLUMNS": "300", "BLOCKMEAN_CACHE": str(tmp_path / "cache")})
+    assert result.exit_code == 2
+    assert "cifar10 is not here" in result.output
+    assert "%" not in result.output  # no bar was shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_data_is_named_once(tmp_path: Path):
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"not gzip")
+    for name in ("train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+        (tmp_path / name).write_bytes(b"")
+    arguments = ["reproduce", "fig5", "--profile", "paper", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+    result = run(cli.app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert result.output.count("is truncated or damaged") == result.output.count("with --download") == 1
+
+
+@pytest.mark.parametrize("record", [None, "{}"])
+def test_report_measures_nothing(record: str | None, tmp_path: Path):
+    path = tmp_path / "records" / "table4-quick.json"
+    if record is not None:
+        path.parent.mkdir()
+        path.write_text(record)
+    result = run(cli.app, ["report", "table4", "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    assert result.exit_code == 0
+    assert "`blockmean reproduce table4 --profile quick` measures it" in result.output
+    assert (path.read_text() if path.exists() else None) == record
+
+
+def test_paths_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(paper, "PARTS", {"part": lambda setting: outcome(Verdict.NOISE, False)})
+    out = tmp_path / "[bold]"
+    result = run(cli.app, ["report", "--out", str(out)])
+    assert f"report: {out / 'report.html'}" in result.output
+
+
+@pytest.mark.parametrize("part", ["fig4", "fig5"])
+def test_download_fetches_what_is_not_here(part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked = []
+    monkeypatch.setattr(data, "fetch", lambda source: asked.append(source.name) or tmp_path)
+    monkeypatch.setattr(data, "find", lambda source, folder: ([], ["a file"] if source.name == "mnist" else []))
+    arguments = ["reproduce", part, "--profile", "paper", "--download", "--data-dir", str(tmp_path), "--out"]
+    run(cli.app, [*arguments, str(tmp_path / "out")])
+    assert asked == ["mnist"]
+
+
+@pytest.mark.parametrize("command", ["reproduce", "report"])
+def test_an_unknown_part_or_profile_lists_what_there_is(command: str, tmp_path: Path):
+    result = run(cli.app, [command, "fig9", "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "there is no part fig9" in result.output
+    assert all(name in result.output for name in PARTS)
+    result = run(cli.app, [command, "fig5", "--profile", "slow", "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "must be one of quick, paper" in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("reproduce", "--out"), ("reproduce", "--records"), ("report", "--out"), ("train", "--out")]
+)
+def test_a_folder_that_cannot_be_made_is_named_before_anything_runs(command: str, option: str, tmp_path: Path):
+    (tmp_path / "file").touch()
+    parts = [] if command == "train" else ["fig2"]
+    folder = tmp_path / "file" / "folder"
+    arguments = [command, *parts, "--out", str(tmp_path / "out"), option, str(folder)]
+    result = run(cli.app, arguments, env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert str(folder) in result.output
+    assert "%" not in result.output  # no bar was shown
+
+
+def test_the_full_study_without_data_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("BLOCKMEAN_DATA", raising=False)
+    monkeypatch.setenv("BLOCKMEAN_CACHE", str(tmp_path))
+    command = ["reproduce", "fig5", "--profile", "paper", "--jobs", "1", "--out", str(tmp_path)]
+    result = run(cli.app, command, env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "--data-dir" in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.slow  # a study with 63 short runs
+def test_the_quick_profile_from_nothing_to_the_report_and_again_from_records(tmp_path: Path):
+    out = tmp_path / "out"
+    command = ["reproduce", "fig5", "--seeds", "2", "--epochs", "1", "--out", str(out)]
+    result = run(cli.app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    records = list((out / "records" / "digits-small").glob("*.json"))
+    assert len(records) == len(studies("quick")[0].arms) * (5 + 2)
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/svg+xml") >= 2
+    assert "MNIST, 4,000 digits, small model: AdaGrad-BMA reaches a smaller training loss than diag" in page
+
+    records[0].write_text("{")
+    again = run(cli.app, command, env={"COLUMNS": "200"})
+    assert again.exit_code == 0, again.output
+    assert json.loads(records[0].read_text())["spec"]["dataset"] == "digits"
+    (out / "report.html").unlink()
+    only_report = run(cli.app, ["report", "fig5", "--seeds", "2", "--epochs", "1", "--out", str(out)])
+    assert only_report.exit_code == 0
+    assert (out / "report.html").exists()
+
+
+def test_train_shows_how_it_goes_and_leaves_a_plot_and_a_record(tmp_path: Path):
+    command = ["train", "--epochs", "1", "--option", "variant=weighted", "--option", "eps=1e-8", "--out", str(tmp_path)]
+    result = run(cli.app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "test error" in result.output
+    (record,) = tmp_path.glob("*.json")
+    assert json.loads(record.read_text())["spec"]["options"] == {"variant": "weighted", "eps": 1e-8}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png", ".svg"}
+
+
+def test_train_says_that_a_run_diverged(tmp_path: Path):
+    command = ["train", "--model", "mlp", "--optimizer", "SGD", "--lr", "1e30", "--epochs", "1", "--out", str(tmp_path)]
+    result = run(cli.app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "Diverged at step" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--option", "variant"], "--option must look like key=value. Got 'variant'"),
+        (["--option", "variant=best"], "variant"),
+        (["--option", "speed=3"], "speed"),
+        (["--optimizer", "Lion"], "optimizer must be one of"),
+        (["--dataset", "imagenet"], "dataset must be one of"),
+        (["--batch", "5000"], "A batch of 5000 cannot be drawn from 4000 images"),
+    ],
+)
+def test_train_names_what_is_wrong(arguments: list[str], message: str, tmp_path: Path):
+    result = run(cli.app, ["train", *arguments, "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make importing `package` fail as if it were not installed."""
+    real = builtins.__import__
+
+    def fake(name, *rest):
+        if name.partition(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", fake)
+
+
+def test_without_typer_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    without("typer", monkeypatch)
+    for name in [name for name in sys.modules if name.startswith("blockmean.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit, match=r"needs typer: pip install 'blockmean\[lab\]'"):
+        importlib.import_module("blockmean.cli")
+
+
+def test_without_scipy_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in sys.modules if name.startswith("blockmean.lab.paper")]:
+        monkeypatch.delitem(sys.modules, name)
+    without("scipy", monkeypatch)
+    result = run(cli.app, ["reproduce"])
+    assert result.exit_code == 1
+    assert "needs scipy: pip install 'blockmean[lab]'" in str(result.exception) + result.output
+
+
+def test_as_a_user_calls_it(tmp_path: Path):
+    command = [str(Path(sys.executable).parent / "blockmean"), "reproduce", "fig2", "--out", "pictures"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "pictures/report.html" in result.stdout
+    assert (tmp_path / "pictures" / "fig2.png").stat().st_size > 1000

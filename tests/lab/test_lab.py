@@ -1,0 +1,242 @@
+"""The lab: training once, and records that are made only once."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import blockmean
+from blockmean.lab import environment, records
+from blockmean.lab.data import Images, load
+from blockmean.lab.models import MODELS
+from blockmean.lab.train import Spec, _batches, run, steps_per_epoch
+
+REAL_DATA = Path(__file__).parents[3] / "shared" / "data"
+SPEC = Spec(dataset="digits", model="small", optimizer="AdaGradBMA", lr=0.1, seed=0, steps=5, batch=50)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "count"),
+    [
+        ("small", (1, 28, 28), 322),
+        ("small", (3, 32, 32), 466),
+        ("large", (1, 28, 28), 139_370),
+        ("large", (3, 32, 32), 140_906),
+        ("mlp", (1, 28, 28), 55_050),
+        ("cnn", (3, 32, 32), 33_834),
+    ],
+)
+def test_models_have_the_parameters_they_are_said_to_have(model, shape, count):
+    network = MODELS[model](shape)
+    assert sum(p.numel() for p in network.parameters()) == count
+    assert network(torch.zeros(2, *shape)).shape == (2, 10)
+
+
+def without_times(record):
+    return {key: value for key, value in record.items() if "seconds" not in key and key != "environment"}
+
+
+def losses_of(spec):
+    seen = []
+    run(spec, on_step=lambda step, loss: seen.append(loss))
+    return seen
+
+
+def test_equal_specs_give_equal_runs_and_other_optimizers_start_alike():
+    first, again = run(SPEC), run(SPEC)
+    assert without_times(first) == without_times(again)
+    assert 0 < first["test_error"] < 1
+    ours, theirs = losses_of(SPEC), losses_of(replace(SPEC, optimizer="Adagrad", lr=0.03))
+    assert len(ours) == len(theirs) == 5
+    assert ours[0] == theirs[0]
+    assert ours[1] != theirs[1]
+
+
+def test_an_epoch_is_recorded_when_it_is_over():
+    spec = replace(SPEC, steps=9, batch=1000)  # four batches an epoch
+    losses, record = losses_of(spec), run(spec)
+    assert [epoch["train_loss"] for epoch in record["epochs"]] == [sum(losses[:4]) / 4, sum(losses[4:8]) / 4]
+    after_eight = run(replace(spec, steps=8))
+    assert record["epochs"] == after_eight["epochs"]
+    assert after_eight["epochs"][-1]["test_error"] == after_eight["test_error"]
+    assert after_eight["epochs"][-1]["test_loss"] == after_eight["test_loss"]
+
+
+@pytest.mark.parametrize("dataset", ["digits", "mnist", "cifar10"])
+def test_steps_per_epoch_are_those_of_the_data(dataset):
+    try:
+        images = load(dataset, "raw", REAL_DATA)
+    except FileNotFoundError:
+        pytest.skip(f"{dataset} is not on this machine")
+    assert steps_per_epoch(dataset, 128) == len(images.train) // 128
+
+
+def test_batches_go_through_every_image_once_an_epoch_and_mirror_half_of_them():
+    count, width = 12, 4
+    pictures = torch.arange(count * width).view(count, 1, 1, width).float()
+    images = Images(pictures, torch.arange(count), pictures, torch.arange(count))
+    spec = replace(SPEC, batch=5, steps=40, flip=True)
+    batches = list(_batches(images, spec))
+    assert len(batches) == 40
+    mirrored = []
+    for epoch in range(20):  # two batches of five; two images are left out
+        labels = torch.cat([batches[2 * epoch][1], batches[2 * epoch + 1][1]]).tolist()
+        assert len(set(labels)) == 10
+    for inputs, labels in batches:
+        for picture, label in zip(inputs, labels, strict=True):
+            assert torch.equal(picture.sort(dim=-1).values, pictures[label])
+            mirrored.append(not torch.equal(picture, pictures[label]))
+    assert 0.35 < sum(mirrored) / len(mirrored) < 0.65  # 200 tosses: 4 standard deviations
+    straight = list(_batches(images, replace(spec, flip=False)))
+    assert all(torch.equal(x, pictures[y]) for x, y in straight)
+
+
+def test_a_run_that_diverges_ends_there_and_says_when():
+    seen = []
+    record = run(
+        replace(SPEC, model="mlp", optimizer="SGD", lr=1e30, steps=20), on_step=lambda *step: seen.append(step)
+    )
+    assert 0 < record["diverged_at"] == len(seen) < 20
+    assert record["train_loss"] is None
+    json.dumps(record, allow_nan=False)
+
+
+def test_records_are_made_once_and_corrupt_ones_again(tmp_path, capsys):
+    specs = [SPEC, replace(SPEC, seed=1)]
+    made = list(records.run_all(specs, tmp_path))
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    stamp = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    again = list(records.run_all(specs, tmp_path))
+    assert stamp == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert sorted(map(json.dumps, made)) == sorted(map(json.dumps, again))
+
+    broken = tmp_path / f"{SPEC.key}.json"
+    broken.write_text(broken.read_text()[:100])
+    assert records.read(tmp_path, SPEC) is None
+    assert f"{broken} cannot be used (Unterminated" in capsys.readouterr().err
+    for other in ("[1, 2]", '{"spec": 1}'):
+        broken.write_text(other)
+        assert records.read(tmp_path, SPEC) is None
+        assert "it is no such record" in capsys.readouterr().err
+    broken.write_bytes(b"\xff\xfe\x00")
+    assert records.read(tmp_path, SPEC) is None
+    assert "can't decode byte" in capsys.readouterr().err
+    foreign = json.loads((tmp_path / f"{specs[1].key}.json").read_text())
+    broken.write_text(json.dumps(foreign))
+    assert records.read(tmp_path, SPEC) is None
+    assert "belongs to other settings" in capsys.readouterr().err
+    list(records.run_all([SPEC], tmp_path))
+    assert records.read(tmp_path, SPEC)["spec"] == asdict(SPEC)
+
+
+def test_specs_that_cannot_run_say_why():
+    with pytest.raises(ValueError, match=r"A batch of 5000 cannot be drawn from 4000 images"):
+        run(replace(SPEC, batch=5000))
+    with pytest.raises(ValueError, match=r"model must be one of small, .* Got 'huge'"):
+        run(replace(SPEC, model="huge"))
+    with pytest.raises(ValueError, match=r"optimizer must be one of Adagrad, .* Got 'Lion'"):
+        run(replace(SPEC, optimizer="Lion"))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda r: {**r, "epochs": r["epochs"][:-1]}, "epochs are missing"),
+        (lambda r: {**r, "epochs": []}, "epochs are missing"),
+        (lambda r: {**r, "epochs": [{**row, "test_error": None} for row in r["epochs"]]}, "must be real number"),
+        (lambda r: {**r, "epochs": [{"test_error": 0.1}] * 2}, "'train_loss'"),
+        (lambda r: {**r, "test_error": "0.1"}, "must be real number"),
+        (lambda r: {key: value for key, value in r.items() if key != "step_seconds"}, "it is no such record"),
+    ],
+)
+def test_records_that_lack_something_are_not_used(tmp_path, capsys, change, complaint):
+    spec = replace(SPEC, batch=2000, steps=4)
+    record = run(spec)
+    assert len(record["epochs"]) == 2
+    records.write(tmp_path, spec, record)
+    assert records.read(tmp_path, spec) == json.loads(json.dumps(record))
+    records.write(tmp_path, spec, change(record))
+    assert records.read(tmp_path, spec) is None
+    assert complaint in capsys.readouterr().err
+
+
+def test_records_say_where_and_with_which_code_they_were_made():
+    where = run(SPEC)["environment"]
+    assert where["threads"] == 1
+    assert where["torch"] == torch.__version__
+    root = Path(environment.__file__).parents[3]
+    if (root / ".git").exists():
+        head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+        assert head[:7] in where["code"]
+
+
+def test_code_inside_another_repository_is_not_taken_for_it(tmp_path, monkeypatch):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    installed = tmp_path / ".venv" / "lib" / "blockmean" / "lab" / "environment.py"
+    monkeypatch.setattr(environment, "__file__", str(installed))
+    environment._code_version.cache_clear()
+    try:
+        assert environment.environment()["code"] == f"blockmean {blockmean.__version__}"
+    finally:
+        environment._code_version.cache_clear()
+
+
+def test_progress_counts_the_steps_of_records_and_of_runs_that_diverge(tmp_path):
+    diverging = replace(SPEC, model="mlp", optimizer="SGD", lr=1e30, steps=7)
+    list(records.run_all([SPEC], tmp_path))
+    seen = []
+    list(records.run_all([SPEC, diverging], tmp_path, on_steps=seen.append))
+    assert seen[0] == 5
+    assert seen[-1] == 12
+    assert seen == sorted(seen)
+
+
+INTERRUPTED = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from blockmean.lab.records import run_all
+from blockmean.lab.train import Spec
+
+if __name__ == "__main__":
+    spec = Spec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50)
+    for record in run_all([spec, replace(spec, steps=1_000_000)], Path(sys.argv[1])):
+        print("finished", record["spec"]["steps"], flush=True)
+"""
+
+
+def test_an_interruption_loses_only_the_run_in_progress(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "records")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "finished 3\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert len(list((tmp_path / "records").iterdir())) == 1
+    assert records.read(tmp_path / "records", Spec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50))
+
+
+def test_workers_do_not_outlive_the_process_that_started_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    command = [sys.executable, str(script), str(tmp_path / "records")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout.readline() == "finished 3\n"
+        process.terminate()
+        process.wait(timeout=20)
+        # The pipe closes only when the last process that can write to it is gone.
+        assert process.stdout.read() == ""
