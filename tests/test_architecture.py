@@ -16,19 +16,18 @@ import blockmean
 ROOT = Path(blockmean.__file__).parent
 
 # Each part of the package and the parts it may import. What is not listed may not be imported.
-ALGEBRA = {"_checks", "_cut", "partition", "_spectral", "matrix"}
+ALGEBRA = {"_checks", "_linalg", "blocks", "partition", "matrix"}
 ALLOWED = {
     "_checks": set(),
-    "_cut": {"_checks"},
-    "partition": {"_checks", "_cut"},
+    "_linalg": set(),
+    "blocks": {"_checks"},
+    "partition": {"_checks", "blocks"},
     "_spectral": set(),
     "_coordinates": {"_checks", "_spectral", "partition"},
-    "matrix": {"_checks", "_coordinates", "_spectral", "partition"},
-    "_kernels": {"_checks"},
-    "statistics": {*ALGEBRA, "_kernels"},
-    "optim": {*ALGEBRA, "_kernels", "statistics", "optim"},
+    "matrix": {"_checks", "_coordinates", "_spectral", "_linalg", "partition"},
+    "optim": {*ALGEBRA, "optim"},
     "curvature": {*ALGEBRA, "_coordinates", "curvature"},
-    "plot": {*ALGEBRA, "curvature", "statistics", "optim", "plot"},
+    "plot": {*ALGEBRA, "curvature", "optim", "plot"},
     "lab": {"lab"},  # and the public names, see below
     "cli": {"lab", "cli"},
     "__main__": {"cli"},

@@ -1,5 +1,13 @@
 """Argument checks with one wording, so that every message says what was wrong and what was given."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor
+
 
 def require(
     condition: bool, name: str, owner: str, expected: str, got: object, error: type[Exception] = ValueError
@@ -12,3 +20,35 @@ def require(
     """
     if not condition:
         raise error(f"The {name!r} parameter of {owner} must be {expected}. Got {got!r} instead.")
+
+
+def require_number(value: object, name: str, owner: str, *, positive: bool = False, optional: bool = False) -> None:
+    """Raise unless `value` is a number ≥ 0, or > 0 if `positive`; None passes if `optional`."""
+    if optional and value is None:
+        return
+    expected = (">" if positive else ">=") + " 0" + (" or None" if optional else "")
+    if not isinstance(value, Real):
+        require(False, name, owner, f"a number {expected}", value, TypeError)
+    else:
+        number = float(value)
+        require(number > 0 if positive else number >= 0, name, owner, expected, value)
+
+
+def require_choice(value: object, allowed: Sequence[str], name: str, owner: str) -> None:
+    """Raise unless `value` is one of the allowed words."""
+    require(value in allowed, name, owner, f"one of {', '.join(map(repr, allowed))}", value)
+
+
+def require_last(x: Tensor, length: int, name: str, owner: str, what: str) -> None:
+    """Raise unless the last dimension of x has the given length."""
+    got = tuple(x.shape)
+    require(x.ndim > 0 and got[-1] == length, name, owner, f"of shape (..., {length}), one value per {what}", got)
+
+
+def as_int(values: Sequence[int] | Tensor, name: str, owner: str) -> Tensor:
+    """A one-dimensional int64 CPU tensor; refuses anything but whole numbers."""
+    tensor = torch.as_tensor(values).detach().cpu()
+    whole = tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    require(whole, name, owner, "whole numbers", tensor.dtype, TypeError)
+    require(tensor.ndim == 1, name, owner, "one-dimensional", f"shape {tuple(tensor.shape)}")
+    return tensor.to(torch.int64, copy=True)

@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from blockmean._checks import require
+from blockmean._checks import require, require_last
 from blockmean._spectral import definite_eigh, definite_when_scaled, symmetrised
-from blockmean.partition import Partition, require_last
+from blockmean.partition import Partition
 
 ArrayLike = Tensor | Sequence[float] | Sequence[Sequence[float]]
 

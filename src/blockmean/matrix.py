@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from blockmean._checks import require
+from blockmean._checks import require, require_last
 from blockmean._coordinates import DTYPES, ROUNDING, Coordinates, floating, working
 from blockmean._spectral import scaled_inverse, symmetric_function, symmetrised
-from blockmean.partition import Partition, require_last
+from blockmean.partition import Partition
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator

@@ -13,10 +13,20 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from blockmean._checks import require
-from blockmean._cut import By, Origin, Params, cut_tensor, named_tensors, number_blocks, sizes_of_labels, whole_numbers
+from blockmean._checks import as_int, require, require_last
+from blockmean.blocks import (
+    By,
+    Params,
+    TensorBlocks,
+    cut,
+    first_blocks,
+    named_blocks,
+    named_tensors,
+    outputs_of,
+    sizes_of_labels,
+)
 
 
 class Partition:
@@ -33,12 +43,14 @@ class Partition:
     tensor([1., 1., 2., 2., 2., 2., 2., 3., 3., 3.])
     """
 
-    def __init__(self, sizes: Tensor, labels: Tensor | None, origins: tuple[Origin, ...] | None) -> None:
+    def __init__(
+        self, sizes: Tensor, labels: Tensor | None, names: tuple[str, ...] | tuple[TensorBlocks, ...] | None
+    ) -> None:
         self.sizes = sizes  # (L,) int64 on the CPU
         self.num_blocks = len(sizes)  # L
         self.num_entries = int(sizes.sum())  # d
         self._labels = labels  # (d,) int64 on the CPU, None where blocks are contiguous
-        self._origins = origins
+        self._named_after = names  # the names themselves, or the tensors that blocks are named after when asked
 
     # ---------------------------------------------------------------- construction
 
@@ -49,7 +61,7 @@ class Partition:
         >>> Partition.from_sizes([2, 5, 3])
         Partition(L=3, d=10, sizes=[2, 5, 3])
         """
-        values = whole_numbers(sizes, "sizes", "Partition.from_sizes")
+        values = as_int(sizes, "sizes", "Partition.from_sizes")
         require(len(values) > 0, "sizes", "Partition.from_sizes", "a non-empty sequence", [])
         bad = (values < 1).nonzero()
         if len(bad):
@@ -57,7 +69,7 @@ class Partition:
             raise ValueError(
                 f"The 'sizes' parameter of Partition.from_sizes must be positive. Got {int(values[i])} for block {i}."
             )
-        return cls(values, None, _named_origins(names, len(values), "Partition.from_sizes"))
+        return cls(values, None, _names(names, len(values), "Partition.from_sizes"))
 
     @classmethod
     def from_labels(cls, labels: Sequence[int] | Tensor, *, names: Sequence[str] | None = None) -> Partition:
@@ -66,8 +78,10 @@ class Partition:
         >>> Partition.from_labels([0, 1, 0, 1, 1])
         Partition(L=2, d=5, sizes=[2, 3], interleaved)
         """
-        sizes, kept = sizes_of_labels(labels, "Partition.from_labels")
-        return cls(sizes, kept, _named_origins(names, len(sizes), "Partition.from_labels"))
+        kept = as_int(labels, "labels", "Partition.from_labels")
+        sizes = sizes_of_labels(kept, "Partition.from_labels")
+        in_order = bool((kept.diff() >= 0).all())
+        return cls(sizes, None if in_order else kept, _names(names, len(sizes), "Partition.from_labels"))
 
     @classmethod
     def of(cls, params: Params, by: By = "tensor") -> Partition:
@@ -77,35 +91,31 @@ class Partition:
         `by` is one of
 
         - `"tensor"`: one block per tensor (the paper's choice);
-        - `"unit"`: one block per index of dim 0 of tensors with two or more dims, else one per tensor;
+        - `"unit"`: one block per output of tensors with two or more dims, and one per entry of all others. Outputs are
+          dim 0, or what the modules of a model say (transposed convolutions, `Conv1D` of Hugging Face);
         - `"kernel"`: one block per index of dims 0 and 1 of tensors with three or more dims, else as `"unit"`;
         - `"module"`: all tensors of a module together (needs names); `"all"`: a single block; `"element"`: d blocks;
-        - a callable `(name, tensor)` that returns one of these names, or integer labels that broadcast to the
-          tensor's shape (equal labels form a block).
+        - a callable `(name, tensor)` that returns one of these names; a dim, or a tuple of dims, whose indices number
+          the blocks; or integer labels that broadcast to the tensor's shape (equal labels form a block).
 
-        >>> layer = torch.nn.Linear(4, 3)
+        >>> layer = torch.nn.Linear(4, 2)
         >>> Partition.of(layer, by="unit").names
-        ('weight[0]', 'weight[1]', 'weight[2]', 'bias')
+        ('weight[0]', 'weight[1]', 'bias[0]', 'bias[1]')
         """
-        named = enumerate(named_tensors(params))
-        cuts = [cut_tensor(name, i, tensor, by) for i, (name, tensor) in named if tensor.numel()]
-        require(len(cuts) > 0, "params", "Partition.of", "at least one tensor with entries", [])
-        sizes = torch.cat([cut.sizes for cut in cuts])
-        labels = None
-        if any(cut.labels is not None for cut in cuts):
-            offsets = itertools.accumulate((len(cut.sizes) for cut in cuts), initial=0)
-            local = (cls(cut.sizes, cut.labels, None).labels for cut in cuts)
-            labels = torch.cat([offset + entries for offset, entries in zip(offsets, local, strict=False)])
-        fine = cls(sizes, labels, tuple(cut.origin for cut in cuts))
-        if all(cut.key is None for cut in cuts):
-            return fine
-        starts, origins = number_blocks(cuts)
-        merged = [
-            block for start, cut in zip(starts, cuts, strict=True) for block in range(start, start + len(cut.sizes))
-        ]
-        coarse = fine.coarsen(merged)
-        coarse._origins = tuple(origins)
-        return coarse
+        outputs = outputs_of(params) if isinstance(params, nn.Module) else {}
+        tensors = tuple(
+            cut(name, i, tensor, by, outputs.get(tensor, 0))
+            for i, (name, tensor) in enumerate(named_tensors(params))
+            if tensor.numel()
+        )
+        require(len(tensors) > 0, "params", "Partition.of", "at least one tensor with entries", [])
+        starts = first_blocks(tensors)
+        sizes = torch.zeros(max(s + t.count for s, t in zip(starts, tensors, strict=True)), dtype=torch.int64)
+        for start, tensor in zip(starts, tensors, strict=True):
+            sizes[start : start + tensor.count] += tensor.sizes
+        in_order = all(tensor.is_contiguous for tensor in tensors) and starts == sorted(starts)
+        labels = [] if in_order else [s + t.entry_labels() for s, t in zip(starts, tensors, strict=True)]
+        return cls(sizes, torch.cat(labels) if labels else None, tensors)
 
     def coarsen(self, groups: Partition | Sequence[int] | Tensor, *, names: Sequence[str] | None = None) -> Partition:
         """Merge blocks: block i of this partition goes into block groups[i] of the result.
@@ -123,7 +133,7 @@ class Partition:
         )
         if self.is_contiguous and grouping.is_contiguous:
             sizes = grouping.block_sum(self.sizes)
-            return Partition(sizes, None, _named_origins(names, len(sizes), "Partition.coarsen"))
+            return Partition(sizes, None, _names(names, len(sizes), "Partition.coarsen"))
         return Partition.from_labels(grouping.labels[self.labels], names=names)
 
     # ---------------------------------------------------------------- what it is
@@ -171,7 +181,7 @@ class Partition:
         shown = list(itertools.islice(zip(self._block_names(), self.sizes.tolist(), strict=False), max_rows))
         rows = [("block", "parameter", "entries", "share")]
         rows += [(name, of, f"{size:,}", f"{size / self.num_entries:.1%}") for (name, of), size in shown]
-        columns = [0, 2, 3] if self._origins is None or not any(of for (_, of), _ in shown) else [0, 1, 2, 3]
+        columns = [0, 2, 3] if not any(of for (_, of), _ in shown) else [0, 1, 2, 3]
         width = {c: max(len(row[c]) for row in rows) for c in columns}
         lines = [
             "  ".join(row[c].ljust(width[c]) if c < 2 else row[c].rjust(width[c]) for c in columns) for row in rows
@@ -199,7 +209,7 @@ class Partition:
         return hash((self.num_entries, self.is_contiguous, *self.sizes[:64].tolist()))
 
     def __getstate__(self) -> dict[str, Any]:
-        keep = ("sizes", "num_blocks", "num_entries", "_labels", "_origins")
+        keep = ("sizes", "num_blocks", "num_entries", "_labels", "_named_after")
         return {key: self.__dict__[key] for key in keep}
 
     # ---------------------------------------------------------------- entries → blocks and back
@@ -288,19 +298,14 @@ class Partition:
 
     def _block_names(self) -> Iterator[tuple[str, str]]:
         """(name, parameter it comes from) of each block."""
-        if self._origins is None:
+        if self._named_after is None:
             return ((str(i), "") for i in range(self.num_blocks))
-        return ((name, origin.parameter) for origin in self._origins for name in origin.block_names())
+        tensors = [tensor for tensor in self._named_after if isinstance(tensor, TensorBlocks)]
+        return named_blocks(tensors) if tensors else ((str(name), "") for name in self._named_after)
 
 
-def require_last(x: Tensor, length: int, name: str, owner: str, what: str) -> None:
-    """Raise unless the last dimension of x has the given length."""
-    got = tuple(x.shape)
-    require(x.ndim > 0 and got[-1] == length, name, owner, f"of shape (..., {length}), one value per {what}", got)
-
-
-def _named_origins(names: Sequence[str] | None, count: int, owner: str) -> tuple[Origin, ...] | None:
+def _names(names: Sequence[str] | None, count: int, owner: str) -> tuple[str, ...] | None:
     if names is None:
         return None
     require(len(names) == count, "names", owner, f"one name for each of the {count} blocks", f"{len(names)} names")
-    return tuple(Origin(str(name), (), "") for name in names)
+    return tuple(map(str, names))

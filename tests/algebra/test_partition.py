@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from blockmean import Partition
+from blockmean.blocks import By
 from support.reference import blocks_of
 from support.strategies import labels, partitions
 
@@ -65,10 +67,25 @@ def paper_net() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(3, 10))
 
 
+def biases_whole(by: str) -> Callable[[str, Tensor], str]:
+    """The paper's cuts: one block for the biases of a layer."""
+    return lambda name, tensor: by if tensor.ndim > 1 else "tensor"
+
+
 @pytest.mark.parametrize(
-    ("by", "blocks"), [("tensor", 10), ("unit", 27), ("kernel", 45), ("module", 5), ("all", 1), ("element", 322)]
+    ("by", "blocks"),
+    [
+        ("tensor", 10),
+        (biases_whole("unit"), 27),
+        (biases_whole("kernel"), 45),
+        ("unit", 44),
+        ("kernel", 62),
+        ("module", 5),
+        ("all", 1),
+        ("element", 322),
+    ],
 )
-def test_the_papers_net_has_the_papers_numbers_of_blocks(by: str, blocks: int) -> None:
+def test_the_papers_net_has_the_papers_numbers_of_blocks(by: By, blocks: int) -> None:
     net = paper_net()
     p = Partition.of(net, by=by)
     assert net(torch.zeros(1, 1, 28, 28)).shape == (1, 10)
@@ -83,8 +100,8 @@ TENSORS = {"s": torch.zeros(()), "b": torch.zeros(4), "w": torch.zeros(3, 4), "k
     ("by", "sizes"),
     [
         ("tensor", [1, 4, 12, 150]),
-        ("unit", [1, 4, *[4] * 3, *[75] * 2]),
-        ("kernel", [1, 4, *[4] * 3, *[25] * 6]),
+        ("unit", [*[1] * 5, *[4] * 3, *[75] * 2]),
+        ("kernel", [*[1] * 5, *[4] * 3, *[25] * 6]),
         ("module", [167]),
         ("all", [167]),
         ("element", [1] * 167),
@@ -148,7 +165,7 @@ def test_tensors_pairs_mappings_and_modules_are_cut_alike() -> None:
 
 def test_names_come_from_parameters_and_unnamed_tensors_are_numbered_as_given() -> None:
     tensors = [torch.zeros(2), torch.zeros(0), torch.zeros(2, 1), torch.zeros(())]
-    assert Partition.of(tensors, by="unit").names == ("param0", "param2[0]", "param2[1]", "param3")
+    assert Partition.of(tensors, by="unit").names == ("param0[0]", "param0[1]", "param2[0]", "param2[1]", "param3")
     assert Partition.of({"k": torch.zeros(1, 2, 3)}, by="kernel").names == ("k[0,0]", "k[0,1]")
     assert Partition.from_sizes([1, 2]).names == ("0", "1")
     assert Partition.from_sizes([1, 2], names=["x", "y"]).names == ("x", "y")
@@ -157,7 +174,7 @@ def test_names_come_from_parameters_and_unnamed_tensors_are_numbered_as_given() 
 
 def test_empty_tensors_have_no_block() -> None:
     p = Partition.of([("none", torch.zeros(0, 3)), ("w", torch.zeros(2))], by="unit")
-    assert (p.sizes.tolist(), p.names) == ([2], ("w",))
+    assert (p.sizes.tolist(), p.names) == ([1, 1], ("w[0]", "w[1]"))
 
 
 def test_tied_parameters_of_a_module_count_once() -> None:

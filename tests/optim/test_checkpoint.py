@@ -133,7 +133,8 @@ def test_every_dtype_of_the_state_is_kept(case, dtype):
     for param in params:
         for key, value in optimizer.state[param].items():
             per_entry = ("sum", "exp_avg", "exp_avg_sq", "momentum_buffer")
-            expected = torch.float32 if key == "step" else arithmetic if key in per_entry else torch.float64
+            small = {"step": torch.float32, "blocks": torch.int64, "root_of": torch.bool}
+            expected = arithmetic if key in per_entry else small.get(key, torch.float64)
             assert value.dtype == expected, key
     others, resumed = start()
     with torch.no_grad():
@@ -218,7 +219,8 @@ def test_state_that_is_dropped_for_one_parameter_leaves_symmetric_statistics(cas
     train(model, optimizer, range(3, 6))
     assert [int(optimizer.state[param]["step"]) for param in model.parameters()] == [6, 6, 3, 6, 6]
     if case.option("coupling") == "all" and case.decomposes and not case.shares_blocks:
-        U = torch.cat([optimizer.state[param]["U"] for param in model.parameters()])
+        params = [param for param in model.parameters() if "U" in optimizer.state[param]]  # "unit" leaves biases out
+        U = torch.cat([optimizer.state[param]["U"] for param in params])
         torch.testing.assert_close(U, U.T, rtol=1e-14, atol=0)  # averages are rounded in another order
         assert torch.linalg.eigvalsh(U).min() > -1e-12 * U.diagonal().max()
 
@@ -232,7 +234,8 @@ def test_dicts_that_do_not_fit_are_refused_by_torch(case):
     for bad, message in [
         ({**saved, "param_groups": groups * 2}, "different number of parameter groups"),
         ({**saved, "param_groups": [{**groups[0], "params": [0]}]}, "doesn't match the size of optimizer's group"),
-        ({**saved, "param_groups": [{**groups[0], "lr": -1.0}]}, f"'lr' parameter of {case.owner} must be >= 0"),
+        ({**saved, "param_groups": [{**groups[0], "lr": float("nan")}]}, f"'lr' parameter of {case.owner} must be"),
+        ({**saved, "param_groups": [{**groups[0], "lr": "fast"}]}, f"'lr' parameter of {case.owner} must be a number"),
         ({**saved, "param_groups": [{**groups[0], "nonfinite": "?"}]}, "'nonfinite' parameter"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -258,7 +261,7 @@ def test_training_can_be_taken_over_from_torch(ours, theirs, options):
         train(twin, optimizer, range(3, 6))
         if correction:
             assert all(param.isfinite().all() for param in twin.parameters())
-            assert all("U" in state for state in optimizer.state.values())
+            assert all("U" in optimizer.state[param] for param in twin.parameters() if param.ndim > 1)
         else:
             continued = twin
     train(model, reference, range(3, 6))
@@ -336,7 +339,10 @@ def test_a_coupling_changed_by_hand_needs_fresh_statistics():
     optimizer = AdaGradBMA(model.parameters(), partition="unit", refresh_every=2)
     train(model, optimizer, 2)
     before = snapshot(optimizer)
-    for wrong, message in [("none", "cannot change from 'all' to 'none'"), ("some", "must be one of 'all', 'module'")]:
+    for wrong, message in [
+        ("none", "were coupled with others .* Delete 'U' from the states"),
+        ("some", "must be one of 'all', 'module'"),
+    ]:
         for _ in range(2):  # the second try fails as well
             optimizer.param_groups[0]["coupling"] = wrong
             with pytest.raises(ValueError, match=message):
@@ -345,7 +351,7 @@ def test_a_coupling_changed_by_hand_needs_fresh_statistics():
             assert_same(snapshot(optimizer), before)
     optimizer.param_groups[0]["coupling"] = "none"
     for param in model.parameters():
-        del optimizer.state[param]["U"]
+        optimizer.state[param].pop("U", None)
     train(model, optimizer, range(2, 4))
     assert optimizer.state[model.conv.weight]["U"].shape == (2,)
 

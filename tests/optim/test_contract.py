@@ -55,11 +55,13 @@ def test_parameters_come_in_every_form_torch_takes(case):
 
 
 @every_class
-def test_all_options_have_defaults_and_only_lr_goes_by_position(case):
+def test_all_options_have_defaults_and_those_of_torch_go_by_position_as_there(case):
     parameters = list(inspect.signature(case.cls).parameters.values())
-    assert [p.name for p in parameters[:2]] == ["params", "lr"]
+    by_position = [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    theirs = {"AdamBMA": torch.optim.AdamW, "NaturalGradientBMA": torch.optim.SGD}.get(case.owner, torch.optim.Adagrad)
+    assert by_position == list(inspect.signature(theirs).parameters)[: len(by_position)]
+    assert by_position[:2] == ["params", "lr"]
     assert all(p.default is not inspect.Parameter.empty for p in parameters[1:])
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[2:])
     assert {"weight_decay", "maximize", "nonfinite"} <= {p.name for p in parameters}
     case.cls(Net().parameters()).step()
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from blockmean import AdaGradBMA
-from blockmean.optim.adagrad import FLOORS, VARIANTS
+from blockmean.optim.adagrad import VARIANTS
+from blockmean.optim.forms import FORMS
 from support.optimizers import (
     Net,
     assert_same,
@@ -308,7 +309,7 @@ def test_the_first_step_of_two_numbers_is_within_its_bound(variant, signs):
     params = [scalar(0.0, value.item(), torch.float64) for value in g]
     AdaGradBMA(params, lr=1.0, variant=variant).step()
     delta = torch.stack([param.detach() for param in params])
-    bound = (g.abs().sum() / min(FLOORS[variant], 1.0)) ** 0.5 / g.abs().sqrt()
+    bound = (g.abs().sum() / min(FORMS[variant].floor, 1.0)) ** 0.5 / g.abs().sqrt()
     if variant != "paper":
         assert (delta.abs() <= bound).all()
         assert (delta @ g) < 0

@@ -21,7 +21,7 @@ def test_trajectory_equals_the_dense_reference(partition, coupling, radius):
     optimizer = NaturalGradientBMA(
         model.named_parameters(), partition=partition, coupling=coupling, trust_radius=radius, **options
     )
-    labels, modules = blocks_of(model, partition, coupling)
+    labels, modules = blocks_of(model, partition, coupling, leave_plain=False)
     dense = DenseNaturalGradient(flat(model.parameters()), labels, modules, radius=radius, **options)
     inputs, targets = data(1, 32, 4, 5)
     for i in range(15):

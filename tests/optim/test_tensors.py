@@ -67,13 +67,12 @@ def test_dtypes_may_be_mixed_in_a_group(case):
     optimizer = run(case, params)
     for param, was, dtype in zip(params, before, dtypes, strict=True):
         assert param.dtype == dtype and param.isfinite().all() and not torch.equal(param, was)
-        assert all(value.dtype in (torch.float32, torch.float64) for value in optimizer.state[param].values())
+        numbers = [value for value in optimizer.state[param].values() if value.is_floating_point()]
+        assert len(numbers) >= 1 and all(value.dtype in (torch.float32, torch.float64) for value in numbers)
 
 
 @every_optimizer
 def test_a_model_may_change_its_dtype_between_steps(case):
-    if case.option("betas"):
-        pytest.skip("torch's Adam cannot either")
     model, optimizer = pair(case)
     train(model, optimizer, 2)
     model.double()

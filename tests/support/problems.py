@@ -38,9 +38,9 @@ def data(seed, n, size, classes):
     return inputs, torch.randint(classes, (n,), generator=rng)
 
 
-def blocks_of(model, partition, coupling):
+def blocks_of(model, partition, coupling, leave_plain=True):
     """The block of every entry and the coupling group of every block, as the dense twins want them."""
     names = [name for name, _ in model.named_parameters()]
     shapes = [tuple(p.shape) for p in model.parameters()]
-    labels = labels_of(shapes, partition, names)
+    labels = labels_of(shapes, partition, names, leave_plain)
     return labels, modules_of(labels, shapes, names, coupling)

@@ -137,19 +137,22 @@ ELEMENTWISE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[A
 # Parameters are one vector. `labels` gives the block of every entry, `modules` the coupling group of every block.
 
 
-def labels_of(shapes, by, names):
-    """The block of every entry, by literal loops over indices."""
+def labels_of(shapes, by, names, leave_plain=False):
+    """The block of every entry, by literal loops over indices; −1 where an optimizer leaves an entry uncorrected."""
     numbers, labels = {}, []
     for name, shape in zip(names, shapes, strict=True):
         for index in np.ndindex(*shape):
             key = {
                 "tensor": (name,),
-                "unit": (name, index[0]) if len(shape) >= 2 else (name,),
-                "kernel": (name, *index[:2]) if len(shape) >= 3 else (name, index[0]) if len(shape) >= 2 else (name,),
+                "unit": (name, index[0]) if len(shape) >= 2 else (name, index),
+                "kernel": (name, *index[:2]) if len(shape) >= 3 else (name, index[0] if len(shape) >= 2 else index),
                 "module": (name.rpartition(".")[0],),
                 "all": (),
                 "element": (name, index),
             }[by]
+            if leave_plain and by in ("unit", "kernel") and len(shape) < 2:
+                labels.append(-1)
+                continue
             labels.append(numbers.setdefault(key, len(numbers)))
     return np.array(labels)
 
@@ -189,12 +192,12 @@ class DenseAdaGradBMA:
         """`has_gradient`: which entries have one; blocks without any sit out."""
         d = len(g)
         present = np.ones(d, bool) if has_gradient is None else has_gradient
-        on = np.array([present[self.labels == label].any() for label in self.labels])
+        on = np.array([present[self.labels == label].any() and label >= 0 for label in self.labels])
         self.t += 1
         self.r += g * g
         self.H += np.outer(g, g)
         z = np.sqrt(self.r + self.eps)
-        delta = np.zeros(d)
+        delta = np.where(self.labels < 0, g / z, 0.0)
         keep = np.flatnonzero(on)
         delta[keep] = self._direction(keep, g[keep], z[keep])
         self.theta -= self.lr * np.where(present, delta, 0.0)

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from blockmean._checks import require
-from blockmean._cut import By
+from blockmean.blocks import By
 from blockmean.partition import Partition
 
 LossFn = Callable[[Any, Any], Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value
 
 from blockmean._checks import require
-from blockmean._cut import By
+from blockmean.blocks import By
 from blockmean.curvature._norm import Products
 from blockmean.curvature._problem import Data, LossFn, Params, Problem, require_count, single
 from blockmean.curvature._rows import RowSums, pull_back

@@ -13,7 +13,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 from blockmean._checks import require
 from blockmean._coordinates import working
-from blockmean._cut import By
+from blockmean.blocks import By
 from blockmean.curvature._norm import Products
 from blockmean.curvature._problem import Chunk, Data, LossFn, Params, Problem, Tensors, require_count, single
 from blockmean.curvature._rows import RowSums, pull_back

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import grad, vjp
 
 from blockmean._coordinates import working
-from blockmean._cut import By
+from blockmean.blocks import By
 from blockmean.curvature._norm import Products
 from blockmean.curvature._problem import Chunk, Data, LossFn, Params, Problem, Tensors, require_count
 from blockmean.curvature.report import Curvature, finish

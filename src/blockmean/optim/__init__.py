@@ -1,10 +1,9 @@
 """Optimizers: one per file, thin classes over plain functions of lists of tensors."""
 
-from blockmean.optim._inspect import BlockStatistics
 from blockmean.optim.adagrad import AdaGradBMA
 from blockmean.optim.adagrad_full import AdaGradFull
 from blockmean.optim.adam import AdamBMA
-from blockmean.optim.diagnosis import Diagnosis, diagnose
+from blockmean.optim.inspection import BlockStatistics, Diagnosis, diagnose
 from blockmean.optim.natural import NaturalGradientBMA
 
 __all__ = ["AdaGradBMA", "AdaGradFull", "AdamBMA", "BlockStatistics", "Diagnosis", "NaturalGradientBMA", "diagnose"]

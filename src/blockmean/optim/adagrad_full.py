@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from blockmean.optim._base import BlockMeanOptimizer, Member, Work, decayed_rate, move_
-from blockmean.optim._groups import require_number
+from blockmean._checks import require_number
+from blockmean._linalg import LinAlgError, eigh
+from blockmean.optim.adagrad import decayed_rate
+from blockmean.optim.forms import Rule
+from blockmean.optim.layout import Component
+from blockmean.optim.optimizer import BlockMeanOptimizer, Work, distinct
+from blockmean.optim.passes import effective_grad, move_
 
 FULL_LIMIT = 2**30
 """Bytes that H may need before it has to be asked for."""
@@ -32,20 +38,21 @@ class AdaGradFull(BlockMeanOptimizer):
     Cost O(d³) per step; state d² numbers in float64.
     """
 
-    _is_normalised = False
-    _not_negative = ("lr", "weight_decay", "lr_decay")
+    not_negative = ("lr", "weight_decay", "lr_decay")
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | nn.Module,
         lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
         *,
         eigenvalue_floor: float = 1e-8,
         max_bytes: int | None = FULL_LIMIT,
-        lr_decay: float = 0.0,
-        weight_decay: float = 0.0,
         maximize: bool = False,
         nonfinite: str = "raise",
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -55,40 +62,65 @@ class AdaGradFull(BlockMeanOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "nonfinite": nonfinite,
+            "foreach": foreach,
+            "fused": fused,
         }
         super().__init__(params, defaults)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        owner = type(self).__name__
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        owner, limit = type(self).__name__, group["max_bytes"]
         require_number(group["eigenvalue_floor"], "eigenvalue_floor", owner, positive=True)
-        require_number(group["max_bytes"], "max_bytes", owner, optional=True)
+        require_number(limit, "max_bytes", owner, optional=True)
+        entries = sum(param.numel() for param in distinct(group))
+        if limit is not None and 8 * entries**2 > limit:
+            raise ValueError(
+                f"{owner} would need {8 * entries**2:,} bytes for the matrix of {entries:,} parameters, more than the "
+                f"limit of {limit:,}. Raise max_bytes, split the parameters into groups, or take AdaGradBMA."
+            )
 
-    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def decompositions(self, group: dict[str, Any]) -> float:
+        return 0.0  # whoever asks for the full matrix knows what it costs
+
+    def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {"step": torch.tensor(0.0, dtype=torch.float32)}
 
-    def _block_sums(self, group: dict[str, Any], members: list[Member], num_blocks: int) -> Tensor:
-        sums = torch.zeros(1, num_blocks, dtype=torch.float64, device=members[0].param.device)
-        for member in members:
-            sums[0, member.blocks.start : member.blocks.stop] = member.blocks.sum(member.grad)
-        return sums
+    def block_sums(self, work: Work) -> Tensor:
+        """The gradient itself: every entry is a block."""
+        group = work.group
+        rule = Rule(None, 0.0, group["weight_decay"], group["maximize"])
+        grads = [
+            param.new_zeros(param.numel()) if grad is None else effective_grad(param, grad, rule).flatten()
+            for param, grad in zip(work.params, work.grads, strict=True)
+        ]
+        return torch.cat(grads).double().unsqueeze(0)
 
-    def _measure(self, work: Work) -> Tensor:
-        # In units of the gradient: for one of 1e16, H^-½ g would be the difference of two large numbers, and nothing
-        # but their rounding errors would be left.
-        length = float(work.sums[0].norm())
-        unit: float = max(length, work.group["eigenvalue_floor"] ** 0.5) if length > 0 else 1.0
-        return work.present * unit
+    def solve(self, work: Work) -> Tensor:
+        """H^-½ g of the principal submatrix of the entries that have a gradient."""
+        g, floor = work.sums[0], work.group["eigenvalue_floor"]
+        step = torch.zeros_like(g)
+        for _, _, part in self.statistics(work, ["U"]):
+            H = part["U"].addr_(g, g)
+            on: Any = slice(None) if work.present is None else work.present
+            H, own = H[on][:, on], g[on]
+            try:
+                w, Q = eigh(H)
+            except LinAlgError:
+                self.count_fallback(len(H))
+                step[on] = own / H.diagonal().clamp(min=floor).sqrt()
+                continue
+            noise = torch.finfo(w.dtype).eps * w.max()
+            step[on] = Q @ ((Q.mT @ own) * w.clamp(min=floor).maximum(noise).rsqrt())
+        self._last[work.number] = (g, step - g)
+        return step
 
-    def _update(self, work: Work) -> None:
-        g, n = work.sums[0], self._measure(work)
-        unit = float(n.max())
-        # H^-½ g = (g + [A^-½ − I] g) / unit with A = H / unit²; entries without a gradient sit out.
-        scale = work.present * unit**-0.5
-        step = g / unit + self._correction(work, g, scale, floor=work.group["eigenvalue_floor"] / unit**2)
-        for member in work.members:
-            delta = member.blocks.spread(step[member.blocks.start : member.blocks.stop])
-            move_(member, delta.to(member.grad.dtype), decayed_rate(work.group, member))
+    def apply_(self, work: Work, solution: Tensor) -> None:
+        pieces = zip(work.params, work.grads, work.steps, work.per_block(solution), strict=True)
+        for param, grad, step, delta in pieces:
+            if grad is not None:
+                dtype = torch.promote_types(param.dtype, torch.float32)
+                move_(param, delta.view(param.shape).to(dtype), decayed_rate(work.group, step))
 
-    def _fallback_root(self, A: Tensor, floor: float) -> Tensor:
-        return torch.diag(A.diagonal().clamp(min=floor).rsqrt() - 1)
+    def matrices(self, work: Work) -> Iterator[tuple[Component, Any, Tensor]]:
+        for component, blocks, part in self.statistics(work, ["U"]):
+            yield component, blocks, part["U"]

@@ -11,18 +11,21 @@ The mean of a block goes through A and what is left of it through λ: Theorem 1 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from blockmean._checks import require
-from blockmean._cut import By
-from blockmean.optim._base import BlockMeanOptimizer, Member, Work, move_
-from blockmean.optim._groups import require_number
-from blockmean.statistics import NEGLIGIBLE, LinAlgError, average_, damped_solve
+from blockmean._checks import require, require_number
+from blockmean._linalg import NEGLIGIBLE, LinAlgError, damped_solve
+from blockmean.blocks import By
+from blockmean.optim.correction import accumulate_, average_, normalised
+from blockmean.optim.layout import Component
+from blockmean.optim.optimizer import BlockMeanOptimizer, Work
+from blockmean.optim.passes import arithmetic, move_
 
 ADAPT = 1.5
 """By how much the damping is raised or lowered at a time."""
@@ -55,15 +58,14 @@ class NaturalGradientBMA(BlockMeanOptimizer):
     >>> optimizer.step()
     """
 
-    _is_normalised = False
-    _not_negative = ("lr", "weight_decay", "damping")
-    _switches = ("maximize", "adapt_damping")
-    _decays_gradient = False
-    _weighs_blocks = True
+    entry_state = optional_state = ("momentum_buffer",)
+    statistics_kept = MappingProxyType({"U": "matrix", "weight": "vector", "variance": "vector"})
+    not_negative = ("lr", "weight_decay", "damping")
+    switches = ("maximize", "adapt_damping")
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | nn.Module,
         lr: float | Tensor = 1e-2,
         *,
         damping: float = 0.1,
@@ -76,6 +78,8 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         weight_decay: float = 0.0,
         maximize: bool = False,
         nonfinite: str = "raise",
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -89,12 +93,14 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "nonfinite": nonfinite,
+            "foreach": foreach,
+            "fused": fused,
         }
         self._foretold = 0.0
         super().__init__(params, defaults)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
         owner = type(self).__name__
         for name in ("beta", "momentum"):
             require_number(group[name], name, owner)
@@ -120,45 +126,60 @@ class NaturalGradientBMA(BlockMeanOptimizer):
                     group["damping"] /= ADAPT
         return before
 
-    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        return {"step": torch.tensor(0.0, dtype=torch.float32)}
+    def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = {"step": torch.tensor(0.0, dtype=torch.float32)}
+        if group["momentum"]:
+            state["momentum_buffer"] = torch.zeros_like(param, dtype=arithmetic(param.dtype))
+        return state
 
-    def _memory(self, group: dict[str, Any]) -> float | None:
-        return float(group["beta"])
+    def block_sums(self, work: Work) -> Tensor:
+        """Rows Σ g, squares around the mean of each piece of a block, and Σ (Σ g)²/s, (3, L).
 
-    def _block_sums(self, group: dict[str, Any], members: list[Member], num_blocks: int) -> Tensor:
-        return block_sums(members, num_blocks)
+        The last two add up over pieces to the sum of squares, in a form that keeps the digits of a variance.
+        """
+        columns = []
+        for param, grad, cut in zip(work.params, work.grads, work.cuts, strict=True):
+            if grad is None:
+                columns.append(torch.zeros(3, cut.count, dtype=torch.float64, device=param.device))
+                continue
+            g = _signed(param, grad, work.group)
+            u, sizes = cut.sum(g), cut.sizes.to(g)
+            squares = cut.sum((g - cut.spread(u / sizes)).square_())
+            columns.append(torch.stack([u, squares, u.square() / sizes]).double())
+        return torch.cat(columns, 1)
 
-    def _measure(self, work: Work) -> Tensor:
-        return work.layout.sizes.to(work.sums).sqrt() * work.present
+    def matrices(self, work: Work) -> Iterator[tuple[Component, Any, Tensor]]:
+        for component, blocks, part in self.statistics(work, list(self.statistics_kept)):
+            yield component, blocks, _matrix(work.layout.sizes[blocks], part)
 
-    def _update(self, work: Work) -> None:
+    def solve(self, work: Work) -> tuple[Tensor, Tensor, Tensor, float]:
         group, layout, sizes = work.group, work.layout, work.layout.sizes.to(work.sums)
-        present = work.present
         u, squares, between = work.sums
-        U, weight = self._gather(work)
-        assert weight is not None
-        inside = self._bind(work, "variance", lambda *_: 0.0, vector=True)
+        on = torch.ones_like(u, dtype=torch.bool) if work.present is None else work.present
         within = (squares + between - u.square() / sizes).clamp(min=0)
         variance = within / (sizes - 1).clamp(min=1)
-        n, lam = self._measure(work), torch.zeros_like(u)
-        A = [self._matrix(work, n, U, weight, i) for i in range(len(U))]
-        for i, blocks in enumerate(layout.components):
-            average_(inside[i], variance[blocks], group["beta"], present[blocks])
-            single = sizes[blocks] == 1
-            own = A[i] if layout.is_diagonal else A[i].diagonal()
+        lam = torch.zeros_like(u)
+        A: list[tuple[Any, Tensor]] = []
+        for _, blocks, state in self.statistics(work, list(self.statistics_kept)):
+            accumulate_(state["U"], u[blocks], group["beta"], on[blocks])
+            average_(state["weight"], torch.ones_like(u[blocks]), group["beta"], on[blocks])
+            average_(state["variance"], variance[blocks], group["beta"], on[blocks])
+            matrix = _matrix(sizes[blocks], state)
+            own = matrix if layout.is_diagonal else matrix.diagonal()
             # A single entry has no variance; any λ gives the same step, and this one loses no digits.
-            lam[blocks] = torch.where(single, own, inside[i] / weight[i].clamp(min=torch.finfo(u.dtype).tiny))
-        damping = self._damping(work, A, lam, present)
-        inverse = torch.where(lam + damping > NEGLIGIBLE, 1 / (lam + damping), 0.0) * present
+            inside = state["variance"] / state["weight"].clamp(min=torch.finfo(u.dtype).tiny)
+            lam[blocks] = torch.where(sizes[blocks] == 1, own, inside)
+            A.append((blocks, matrix))
+        damping = self._damping(work, A, lam, on)
+        inverse = torch.where(lam + damping > NEGLIGIBLE, 1 / (lam + damping), 0.0) * on
         common = u * sizes.rsqrt()  # the gradient along the direction that a block's entries share
         solved = torch.zeros_like(u)
-        for i, blocks in enumerate(layout.components):
-            solved[blocks] = self._solve(A[i], damping, common[blocks])
-        self._remember(work, inverse * common, solved - inverse * common)
-        c = solved * sizes.rsqrt()
+        for blocks, matrix in A:
+            solved[blocks] = self._solve(matrix, damping, common[blocks])
+        self._last[work.number] = (inverse * common, solved - inverse * common)
+        c = solved * sizes.rsqrt() * on
         gain = float((inverse * within + c * u).sum())  # gᵀ(F + δI)⁻¹g
-        self._move(work, u / sizes, inverse, c, self._share(group, gain))
+        return u / sizes, inverse, c, self._share(group, gain)
 
     def _share(self, group: dict[str, Any], gain: float) -> float:
         """How much of the step stays within the trust radius."""
@@ -172,55 +193,50 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             self._foretold += share * lr * (1 - share * lr / 2) * gain
         return share
 
-    def _damping(self, work: Work, A: list[Tensor], lam: Tensor, present: Tensor) -> float:
+    def _damping(self, work: Work, A: list[tuple[Any, Tensor]], lam: Tensor, on: Tensor) -> float:
         """δ: the given damping times the mean eigenvalue of F over the blocks that take part."""
-        sizes = work.layout.sizes.to(lam) * present
+        sizes = work.layout.sizes.to(lam) * on
         trace = (lam * (sizes - 1).clamp(min=0)).sum()
-        for matrix, blocks in zip(A, work.layout.components, strict=True):
-            trace += ((matrix if work.layout.is_diagonal else matrix.diagonal()) * present[blocks]).sum()
+        for blocks, matrix in A:
+            trace += ((matrix if work.layout.is_diagonal else matrix.diagonal()) * on[blocks]).sum()
         return float(work.group["damping"] * trace / sizes.sum())
 
     def _solve(self, A: Tensor, damping: float, b: Tensor) -> Tensor:
         try:
             return damped_solve(A, damping, b)
         except LinAlgError:
-            self._count_fallback(len(A))
+            self.count_fallback(len(A))
             return damped_solve(A if A.ndim == 1 else A.diagonal(), damping, b)
 
-    def _move(self, work: Work, mean: Tensor, inverse: Tensor, c: Tensor, share: float) -> None:
+    def apply_(self, work: Work, solution: tuple[Tensor, Tensor, Tensor, float]) -> None:
         """θ ← θ − η (weight_decay θ + (F + δI)⁻¹ g), through a momentum buffer if there is one."""
         group, lr = work.group, float(work.group["lr"])
-        for member in work.members:
-            if not member.moves:
+        *values, share = solution
+        means, inverses, shifts = (work.per_block(x) for x in values)
+        for i, (param, grad, cut) in enumerate(zip(work.params, work.grads, work.cuts, strict=True)):
+            if grad is None:
                 continue
-            g, own = member.grad, slice(member.blocks.start, member.blocks.stop)
+            g = _signed(param, grad, group)
             shift, middle, scale = (
-                member.blocks.spread(x[own].to(g.dtype)) for x in (share * c, mean, share * inverse)
+                cut.spread(x.to(g.dtype)) for x in (share * shifts[i], means[i], share * inverses[i])
             )
             step = torch.addcmul(shift, g - middle, scale)
             if group["momentum"]:
-                if "momentum_buffer" not in member.state:
-                    member.state["momentum_buffer"] = torch.zeros_like(g)
-                buffer = member.state["momentum_buffer"]
-                step = buffer.mul_(group["momentum"]).add_(step)
+                step = work.moments["momentum_buffer"][i].mul_(group["momentum"]).add_(step)
             if group["weight_decay"]:
-                step = step.add(member.param, alpha=group["weight_decay"])
-            move_(member, step, lr)
+                step = step.add(param, alpha=group["weight_decay"])
+            move_(param, step, lr)
+
+
+def _matrix(sizes: Tensor, part: dict[str, Tensor]) -> Tensor:
+    """A of a component."""
+    return normalised(part["U"], (sizes.to(part["U"]) * part["weight"]).sqrt(), keep_diagonal=True)
+
+
+def _signed(param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+    g = grad.to(arithmetic(param.dtype))
+    return -g if group["maximize"] else g
 
 
 def _number(loss: float | Tensor) -> float:
     return float(loss.detach() if isinstance(loss, Tensor) else loss)
-
-
-def block_sums(members: list[Member], num_blocks: int) -> Tensor:
-    """Pass 1, read only: rows Σ g, squares around the mean of each tensor's part of a block, and Σ (Σ g)²/s, (3, L).
-
-    The last two add up over tensors to the sum of squares, in a form that keeps the digits of a variance.
-    """
-    sums = torch.zeros(3, num_blocks, dtype=torch.float64, device=members[0].param.device)
-    for member in members:
-        g, blocks = member.grad, member.blocks
-        u, sizes = blocks.sum(g), blocks.sizes.to(g)
-        squares = blocks.sum((g - blocks.spread(u / sizes)).square_())
-        sums[:, blocks.start : blocks.stop].add_(torch.stack([u, squares, u.square() / sizes]))
-    return sums

@@ -11,7 +11,7 @@ from torch import Tensor
 from blockmean._checks import require
 from blockmean.matrix import BlockMean
 from blockmean.optim import BlockStatistics
-from blockmean.optim._base import BlockMeanOptimizer
+from blockmean.optim.optimizer import BlockMeanOptimizer
 from blockmean.plot._axes import LARGEST
 
 Source = BlockMean | BlockStatistics | Sequence[BlockStatistics] | BlockMeanOptimizer

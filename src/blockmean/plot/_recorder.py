@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from blockmean._checks import require
 from blockmean.optim import BlockStatistics
-from blockmean.optim._base import BlockMeanOptimizer
+from blockmean.optim.optimizer import BlockMeanOptimizer
 from blockmean.plot._axes import LARGEST
 from blockmean.plot._coupling import coupling
 from blockmean.plot._course import Course, draw_courses

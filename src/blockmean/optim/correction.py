@@ -1,0 +1,210 @@
+"""Between the passes: from block sums to one number per block.
+
+    U ← U + u uᵀ  (or its average)      A = U / (n nᵀ)      root = A^-½ − I      c = N root N b
+
+With coupling "none" only diagonals exist: U, A and the root are vectors, and nothing is decomposed. A block with
+n_i = 0 (no gradient in this step, or never one) takes no part: its row of A is that of the identity, so what is left is
+exactly the step of the principal submatrix without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blockmean._linalg import LinAlgError, eigh
+from blockmean.optim.forms import FORMS, Form, Rule
+from blockmean.optim.layout import Component
+from blockmean.optim.optimizer import BlockMeanOptimizer, Work, assemble
+from blockmean.optim.passes import Tensors, arithmetic, choose
+
+
+def accumulate_(U: Tensor, u: Tensor, beta: float | None, present: Tensor | None) -> None:
+    """U ← U + u uᵀ, or without beta's complement: U ← E U E + (1 − β) u uᵀ; the diagonal where U is a vector.
+
+    E is √β for the blocks that take part and 1 for the others: it leaves the entries of blocks that sit out (u_i = 0)
+    as they are and U positive semi-definite, which keeping whole rows would not. `present` is None where all take part.
+    """
+    if beta is None:
+        U.addcmul_(u, u) if U.ndim == 1 else U.addr_(u, u)
+    elif U.ndim == 1:
+        average_(U, u * u, beta, present)
+    elif present is None:
+        U.mul_(beta).addr_(u, u, alpha=1 - beta)
+    else:
+        keep = torch.ones_like(u).masked_fill_(present, beta**0.5)
+        U.mul_(keep).mul_(keep.unsqueeze(-1)).addr_(u, u, alpha=1 - beta)
+
+
+def average_(x: Tensor, value: Tensor, beta: float | None, present: Tensor | None) -> None:
+    """x ← x + value, or x ← β x + (1 − β) value, where a block takes part; elsewhere x stays, (L,)."""
+    if beta is None:
+        x.add_(value)
+    elif present is None:
+        x.mul_(beta).add_(value, alpha=1 - beta)
+    else:
+        x.copy_(torch.where(present, x * beta + (1 - beta) * value, x))
+
+
+def normalised(U: Tensor, n: Tensor, keep_diagonal: bool) -> Tensor:
+    """A = U / (n nᵀ), with the rows and columns of the identity where n_i = 0; (L, L) or its diagonal (L,)."""
+    on = n > 0
+    inverse = torch.where(on, 1 / n, 0.0)
+    if U.ndim == 1:
+        return torch.where(on, U * inverse * inverse, 1.0) if keep_diagonal else torch.ones_like(U)
+    A = U * inverse[:, None] * inverse  # one after the other: n_i n_j alone may underflow
+    diagonal = torch.where(on, A.diagonal(), 1.0) if keep_diagonal else torch.ones_like(n)
+    A.diagonal().copy_(diagonal)
+    return A
+
+
+def inverse_root_minus_identity(A: Tensor, floor: float) -> Tensor:
+    """A^-½ − I with eigenvalues below `floor` raised to it; (L, L) or the diagonal (L,).
+
+    Eigenvalues below the rounding error of the largest are rounding errors themselves, and are raised to it as well.
+    Raises `LinAlgError` where even a second try with a little jitter does not converge.
+    """
+    if A.ndim == 1:
+        return A.clamp(min=floor).rsqrt_().sub_(1)
+    w, Q = eigh(A)
+    noise = torch.finfo(A.dtype).eps * w.max()
+    return (Q * (w.clamp(min=floor).maximum(noise).rsqrt() - 1)) @ Q.mT
+
+
+def times(matrix: Tensor, x: Tensor) -> Tensor:
+    """The product of a matrix, or of the diagonal matrix that a vector stands for, with x, (L,)."""
+    return matrix * x if matrix.ndim == 1 else matrix @ x
+
+
+def capped(c: Tensor, diagonal: Tensor, weight: Tensor, cap: float) -> Tensor:
+    """c, shortened where the correction of a block is longer than `cap` times its diagonal step."""
+    limit = cap * diagonal.sqrt() / weight.sqrt()
+    return torch.where(weight > 0, c.clamp(-limit, limit), 0.0)
+
+
+class CorrectedOptimizer(BlockMeanOptimizer):
+    """A diagonal method with a correction between blocks: a `Rule` and a `Form`, and the passes that serve them all."""
+
+    statistics_kept = MappingProxyType({"U": "matrix", "energy": "vector", "root": "matrix", "root_of": "mask"})
+    leaves_plain = True
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        """How state follows from gradients."""
+        raise NotImplementedError
+
+    def form(self, group: dict[str, Any]) -> Form:
+        """The correction, also where it is switched off."""
+        raise NotImplementedError
+
+    def floor(self, group: dict[str, Any]) -> float:
+        """The smallest eigenvalue of A."""
+        floor: float | None = group["eigenvalue_floor"]
+        return self.form(group).floor if floor is None else floor
+
+    def initial(self, work: Work) -> Tensor | None:
+        """The diagonal of U before the first step, (L,); None is 0."""
+        return None
+
+    def rates(self, work: Work) -> list[float]:
+        """The learning rate of every piece."""
+        return [float(work.group["lr"])] * len(work.params)
+
+    def measures_diagonal(self, group: dict[str, Any]) -> bool:
+        return self.form(group).is_weighted
+
+    def _active(self, group: dict[str, Any]) -> Form:
+        return self.form(group) if group["correction"] else FORMS["none"]
+
+    def _parts(self, work: Work) -> Iterator[tuple[slice, Form, Tensors]]:
+        """The pieces that are corrected, and after them those that are not."""
+        *first, second = (work.moments[key] for key in self.entry_state)
+        lists = Tensors(work.params, work.grads, first[0] if first else [], second, work.steps, work.cuts)
+        count, form = sum(blocks.start < work.layout.num_coupled for blocks in work.blocks), self._active(work.group)
+        for run, own in ((slice(0, count), form), (slice(count, len(work.params)), FORMS["none"])):
+            if run.stop > run.start:
+                yield run, own, lists.part(run)
+
+    def block_sums(self, work: Work) -> Tensor:
+        rule, columns = self.rule(work.group), []
+        for _, form, tensors in self._parts(work):
+            columns.append(choose(tensors, work.group["foreach"]).block_sums(form, rule, tensors))
+        return torch.cat([pad(part, (0, 0, 0, len(columns[0]) - len(part))) for part in columns], 1)
+
+    def apply_(self, work: Work, solution: Tensor | None) -> None:
+        rule, rates = self.rule(work.group), self.rates(work)
+        c = [] if solution is None else work.per_block(solution)
+        for run, form, tensors in self._parts(work):
+            passes = choose(tensors, work.group["foreach"])
+            passes.apply_(form, rule, tensors, rates[run], c[run] if form.corrects else [])
+
+    def solve(self, work: Work) -> Tensor | None:
+        """c, one number per block, (L,)."""
+        group = work.group
+        form, rule, u = self._active(group), self.rule(group), work.sums[0]
+        if not form.corrects or len(work.sums) == 1:  # nothing that is corrected has a gradient
+            return None
+        n, scale = self._measures(work, form)
+        common = scale * (u if form.takes_raw_sums else work.sums[3 if form.is_weighted else 2])
+        change = torch.zeros_like(common)
+        beta = None if rule.betas is None else rule.betas[1]
+        names = ["U", "energy"] if form.is_weighted else ["U"]
+        if group["refresh_every"] > 1 and not work.layout.is_diagonal:  # a diagonal has nothing to decompose
+            names += ["root", "root_of"]
+        for component, blocks, part in self.statistics(work, names, self.initial(work)):
+            present = None if work.present is None else work.present[blocks]
+            accumulate_(part["U"], u[blocks], beta, present)
+            own = n[blocks]
+            if form.is_weighted:
+                average_(part["energy"], work.sums[1][blocks], beta, present)
+                own = part["energy"].sqrt() * (own > 0)
+            change[blocks] = times(self._root(work, component, part, own), common[blocks])
+        self._last[work.number] = (common, change)
+        c = scale * change
+        if rule.cap is not None:
+            c = capped(c, work.sums[4], work.sums[5], rule.cap)
+        return c.to(arithmetic(work.params[0].dtype))
+
+    def _measures(self, work: Work, form: Form) -> tuple[Tensor, Tensor]:
+        """What blocks are measured by now (0: they take no part), and the scale of the form, (L,)."""
+        if form.is_weighted:
+            n = work.sums[2].sqrt()
+            return n, torch.where(n > 0, 1 / n, 0.0)
+        n = work.sums[1]
+        return n, torch.where(n > 0, work.layout.sizes.to(n, non_blocking=True).rsqrt(), 0.0)
+
+    def _root(self, work: Work, component: Component, part: dict[str, Tensor], n: Tensor) -> Tensor:
+        """A^-½ − I, or an older one where that is to serve for several steps."""
+        group, form, layout = work.group, self.form(work.group), work.layout
+        if "root" in part:
+            present = torch.zeros(len(n), dtype=torch.bool, device="cpu")
+            moving = [i for i in component.members if i in work.states]
+            for i in moving:
+                first = layout.starts[i] - component.blocks.start
+                present[first : first + layout.count(i)] = True
+            due = any((int(work.states[i]["step"]) - 1) % group["refresh_every"] == 0 for i in moving)
+            if not due and torch.equal(part["root_of"], present):
+                return part["root"]
+            part["root_of"].copy_(present)
+        A = normalised(part["U"], n, form.keeps_diagonal)
+        try:
+            root = inverse_root_minus_identity(A, self.floor(group))
+        except LinAlgError:
+            self.count_fallback(len(A))
+            root = torch.zeros_like(A)
+        if "root" in part:
+            part["root"].copy_(root)
+        return root
+
+    def matrices(self, work: Work) -> Iterator[tuple[Component, Any, Tensor]]:
+        form = self.form(work.group)
+        work.sums = assemble(work, self.block_sums(replace(work, group={**work.group, "correction": True})))
+        n, _ = self._measures(work, form)
+        for component, blocks, part in self.statistics(work, ["U", "energy"] if form.is_weighted else ["U"]):
+            own = part["energy"].sqrt() * (n[blocks] > 0) if form.is_weighted else n[blocks]
+            yield component, blocks, normalised(part["U"], own, form.keeps_diagonal)

@@ -1,0 +1,53 @@
+"""The corrections of AdaGrad-BMA and Adam-BMA as data, and the recurrences they are corrections of.
+
+Every form adds w c_i to the diagonal step of the entries of block i, with one small problem between blocks:
+
+    A = U / (n nᵀ)  (its diagonal kept, or set to 1)        c = N [A^-½ − I] N b,   N = diag(scale)
+
+    form         n_i              b_i              w           scale_i    diagonal of A
+    none         –                –                –           –          –                 the diagonal method
+    paper        Σ z              Σ g              z^-½        s_i^-½     1                 Algorithm 1 as printed
+    consistent   Σ z              Σ z^-½ g         z^-½        s_i^-½     1                 G⁻¹ = Z^-½ F^-½ Z^-½
+    weighted     √(Σ_τ Σ g²)      Σ ζ z^-½ m̂       ζ z^-½      ‖ζ^i‖⁻¹    kept              the weighted block mean
+
+ζ is the root of the accumulated squares and z the same with ε. For "weighted", U and the squares under n come from the
+same steps, so A is right also where the accumulator has a longer history than U.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Form(NamedTuple):
+    """One correction, a row of the table above."""
+
+    corrects: bool = True
+    is_weighted: bool = False  # entries by their own scale ζ, blocks by the squares of their gradients
+    takes_raw_sums: bool = False  # b is Σ g, although the gradient has been scaled by then
+    keeps_diagonal: bool = False
+    floor: float = 1.0  # default for the smallest eigenvalue of A
+
+
+FORMS = {
+    "none": Form(corrects=False),
+    "paper": Form(takes_raw_sums=True, floor=0.1),
+    "consistent": Form(floor=0.1),
+    "weighted": Form(is_weighted=True, keeps_diagonal=True),
+}
+
+
+class Rule(NamedTuple):
+    """How state follows from gradients: AdaGrad's sums where there are no betas, else Adam's averages.
+
+        AdaGrad   m = g                       r ← r + g²                    ζ = √r    z = √(r + ε)
+        Adam      m ← β₁ m + (1 − β₁) g       r ← β₂ r + (1 − β₂) g²        ζ = √r̂    z = ζ + ε       m̂, r̂ unbiased
+
+    AdaGrad adds weight decay to the gradient, Adam takes it from the parameters.
+    """
+
+    betas: tuple[float, float] | None
+    eps: float
+    weight_decay: float
+    maximize: bool
+    cap: float | None = None  # longest correction of a block, in lengths of its diagonal step

@@ -1,0 +1,218 @@
+"""The blocks of a parameter group: which share a matrix, where those of each tensor lie, pieces of large tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockmean._checks import require_choice
+from blockmean.blocks import TensorBlocks, first_blocks, named_blocks
+
+COUPLINGS = ("all", "module", "none")
+
+MATRIX_LIMIT = 2**30
+"""Bytes that one matrix between blocks may need before it is refused."""
+
+SLOW_MATRIX = 1500
+"""Blocks from which on one eigendecomposition takes about a second (float64, one core)."""
+
+PIECE = 2**18
+"""Entries of the pieces in which large tensors are worked on: what a step computes on the way stays in the cache."""
+
+
+class Component(NamedTuple):
+    """Tensors whose blocks share their statistics: one matrix, or with coupling "none" the diagonal of one."""
+
+    name: str  # "all", "none", or that of the module
+    members: list[int]  # tensors, by their place in the group
+    blocks: slice  # among those of the group
+
+
+class Piece(NamedTuple):
+    """A tensor, or some rows of a large one."""
+
+    tensor: int
+    rows: tuple[int, int] | None  # None: all of it
+    cut: TensorBlocks
+    blocks: slice  # among those of the group
+
+
+class Pieces(list[Piece]):
+    """What a step works on, one after the other."""
+
+    @cached_property
+    def is_in_order(self) -> bool:
+        """Whether the blocks of all pieces, one after the other, are those of the group."""
+        starts = [piece.blocks.start for piece in self]
+        return starts == [0, *(piece.blocks.stop for piece in self[:-1])]
+
+
+class Layout:
+    """The blocks of all tensors of a group, numbered component by component.
+
+    With `leave_plain`, tensors that "unit" and "kernel" cut into single entries belong to no component: each is one
+    block, whose sum only shows whether its gradient is finite, after all others.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorBlocks],
+        partition: str,
+        coupling: str,
+        owner: str,
+        *,
+        named: bool,
+        leave_plain: bool = False,
+        outputs: Sequence[int | Tensor] = (),
+        decompositions: float = 0.0,
+        max_bytes: int | None = MATRIX_LIMIT,
+    ) -> None:
+        require_choice(coupling, COUPLINGS, "coupling", owner)
+        if coupling == "module" and not named:
+            raise ValueError(f"{owner}(coupling='module') needs names. Pass model.named_parameters().")
+        self.tensors, self.partition, self.coupling = list(tensors), partition, coupling
+        self.leave_plain = leave_plain
+        self.cuts = [
+            TensorBlocks(tensor.name, tensor.shape, tensor.module) if leave_plain and tensor.is_plain else tensor
+            for tensor in tensors
+        ]
+        self.shapes = [torch.Size(tensor.shape) for tensor in tensors]
+        self.is_diagonal = coupling == "none"
+        self.named = named
+        self.outputs = list(outputs) or [0] * len(tensors)  # the output dim of every tensor, where modules told
+        grouped = self._grouped()
+        order = [i for members in grouped.values() for i in members]
+        order += [i for i in range(len(tensors)) if i not in order]
+        starts = dict(zip(order, first_blocks([self.cuts[i] for i in order]), strict=True))
+        self.starts = [starts[i] for i in range(len(tensors))]
+        self.num_blocks = max((s + t.count for s, t in zip(self.starts, self.cuts, strict=True)), default=0)
+        self.components = [
+            Component(
+                name,
+                members,
+                slice(self.starts[members[0]], max(self.starts[i] + tensors[i].count for i in members)),
+            )
+            for (name, *_), members in grouped.items()
+        ]
+        self.num_coupled = max((component.blocks.stop for component in self.components), default=0)
+        self.component_of = {i: c for c, component in enumerate(self.components) for i in component.members}
+        self._order = [i for i in order if tensors[i].count]
+        self.is_shared = len({self.starts[i] for i in self._order}) < len(self._order)
+        self._refuse_large(owner, decompositions, max_bytes)
+
+    def _grouped(self) -> dict[tuple[str, object], list[int]]:
+        """The tensors of each component; tensors without entries have no blocks and are in none."""
+        grouped: dict[tuple[str, object], list[int]] = {}
+        for i, tensor in enumerate(self.tensors):
+            if tensor.count and self.cuts[i] is tensor:
+                key = {"all": ("all", ""), "module": (tensor.module, ""), "none": ("none", tensor.key or i)}
+                grouped.setdefault(key[self.coupling], []).append(i)
+        return grouped
+
+    def _refuse_large(self, owner: str, decompositions: float, max_bytes: int | None) -> None:
+        largest = max((c.blocks.stop - c.blocks.start for c in self.components), default=0)
+        if self.is_diagonal:
+            return
+        if max_bytes is not None and 8 * largest**2 > max_bytes:
+            raise ValueError(
+                f"{owner} would need {8 * largest**2:,} bytes for one matrix between {largest:,} blocks, more than the "
+                f"limit of {max_bytes:,}. Take a coarser partition, or coupling='module' or 'none'."
+            )
+        seconds = (largest / SLOW_MATRIX) ** 3 * decompositions
+        if seconds >= 1:
+            warnings.warn(
+                f"{owner} decomposes a matrix between {largest:,} blocks: about {seconds:.0f} seconds in every step. "
+                "coupling='none' or 'module' needs no large one, refresh_every=k decomposes it every k steps.",
+                stacklevel=5,
+            )
+
+    def coupled(self, coupling: str, owner: str, decompositions: float = 0.0) -> Layout:
+        """The same blocks, coupled in another way."""
+        return Layout(
+            self.tensors,
+            self.partition,
+            coupling,
+            owner,
+            named=self.named,
+            leave_plain=self.leave_plain,
+            outputs=self.outputs,
+            decompositions=decompositions,
+        )
+
+    def count(self, i: int) -> int:
+        """The number of blocks of a tensor."""
+        return self.tensors[i].count
+
+    def place(self, i: int) -> Tensor:
+        """How a tensor is cut, its component, and its first row there: what another order is noticed by."""
+        number = self.component_of[i]
+        row = self.starts[i] - self.components[number].blocks.start
+        return torch.tensor([self.tensors[i].digest, number, row], dtype=torch.int64, device="cpu")
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Entries of each block, (L,)."""
+        sizes = torch.zeros(self.num_blocks, dtype=torch.int64, device="cpu")
+        for start, tensor in zip(self.starts, self.cuts, strict=True):
+            sizes[start : start + tensor.count] += tensor.sizes
+        return sizes
+
+    @cached_property
+    def whole(self) -> Pieces:
+        """One piece per tensor, in the order of blocks."""
+        return Pieces(
+            Piece(i, None, self.cuts[i], slice(self.starts[i], self.starts[i] + self.cuts[i].count))
+            for i in self._order
+        )
+
+    @cached_property
+    def split(self) -> Pieces:
+        """Large tensors in pieces that fit into a processor's cache."""
+        pieces = []
+        for piece in self.whole:
+            entries, rows = self.shapes[piece.tensor].numel(), self.shapes[piece.tensor][:1].numel()
+            count = min(rows, -(-entries // PIECE))
+            if count == 1:
+                pieces.append(piece)
+                continue
+            for k in range(count):
+                a, b = rows * k // count, rows * (k + 1) // count
+                cut, first = piece.cut.rows(a, b)
+                start = piece.blocks.start + first
+                pieces.append(Piece(piece.tensor, (a, b), cut, slice(start, start + cut.count)))
+        return Pieces(pieces)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short text that is equal for equal partitions, whatever the names and the order of tensors."""
+        together: dict[int, list[int]] = {}
+        for i in self._order:
+            together.setdefault(self.starts[i], []).append(self.tensors[i].digest)
+        digest = hashlib.sha256(repr(sorted(sorted(group) for group in together.values())).encode()).hexdigest()
+        entries = sum(shape.numel() for shape in self.shapes)
+        return f"{self.num_blocks} blocks of {entries} entries, sha256 {digest[:16]}"
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The name of every block."""
+        return [name for name, _ in self._named]
+
+    @cached_property
+    def owners(self) -> list[str]:
+        """The parameter, or the merged group of them, that every block comes from."""
+        owners = [""] * self.num_blocks
+        for i in self._order:
+            tensor, start = self.cuts[i], self.starts[i]
+            for block in range(start, start + tensor.count):
+                owners[block] = tensor.key[1] if tensor.key else tensor.name
+        return owners
+
+    @cached_property
+    def _named(self) -> list[tuple[str, str]]:
+        return list(named_blocks([self.cuts[i] for i in self._order]))

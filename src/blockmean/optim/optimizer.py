@@ -1,0 +1,706 @@
+"""The base of all optimizers: groups, the step, statistics between blocks, checkpoints.
+
+    collect      plain lists of local tensors: parameters, gradients, state
+    block_sums   a small array, (rows, L), in float64; nothing changes
+    finite?      bad gradients are noticed here, for all groups, before anything has changed
+    solve        statistics between blocks → numbers per block
+    apply_       state and parameters, written once
+
+A new optimizer is one file with four hooks: `init_state`, `block_sums`, `solve`, `apply_`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # as torch.optim does: torch.compiler.disable imports all of dynamo
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from blockmean._checks import require, require_choice, require_number
+from blockmean.blocks import BY, By, TensorBlocks, cut, outputs_of
+from blockmean.optim.inspection import BlockStatistics, eigenvalues_of
+from blockmean.optim.layout import COUPLINGS, MATRIX_LIMIT, Component, Layout
+from blockmean.optim.passes import arithmetic
+
+State = dict[str, Any]
+
+
+@dataclass
+class Work:
+    """What one parameter group does in a step: parallel lists over the pieces of its tensors, and then their sums."""
+
+    number: int  # of the group
+    group: dict[str, Any]
+    layout: Layout
+    tensors: list[Tensor]  # all parameters of the group, each once
+    states: dict[int, State]  # of those that have a gradient, by their place among `tensors`
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor | None] = field(default_factory=list)  # None: only counts in a block that it shares with others
+    moments: dict[str, list[Tensor]] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)  # this step included
+    cuts: list[TensorBlocks] = field(default_factory=list)
+    blocks: list[slice] = field(default_factory=list)
+    sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L)
+    present: Tensor | None = None  # which blocks take part, (L,); None: all
+    in_order: bool = True  # the blocks of all pieces, one after the other, are those of the group
+
+    def per_block(self, values: Tensor) -> list[Tensor]:
+        """The numbers of every piece's own blocks."""
+        return [values[blocks] for blocks in self.blocks]
+
+
+class BlockMeanOptimizer(Optimizer):
+    """Parameter groups with blocks. Coupling never crosses groups: they behave like separate optimizers."""
+
+    entry_state: ClassVar[tuple[str, ...]] = ()
+    """State with one number per entry, in the dtype of the arithmetic."""
+    optional_state: ClassVar[tuple[str, ...]] = ()
+    """Those of them that a state may lack."""
+    statistics_kept: ClassVar[Mapping[str, str]] = MappingProxyType({"U": "matrix"})
+    """Statistics between blocks: a "matrix", a "vector" or a "mask". `U` is always among them."""
+    leaves_plain: ClassVar[bool] = False
+    """Whether tensors without proper blocks (norm gains, biases) take the diagonal step alone."""
+    not_negative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
+    switches: ClassVar[tuple[str, ...]] = ("maximize",)
+    choices: ClassVar[Mapping[str, Sequence[str]]] = {}
+
+    def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
+        self.skipped_steps = 0  # steps left out because a gradient was not finite (nonfinite="skip")
+        self.diagonal_fallbacks = 0  # roots that could not be computed, so that the diagonal step was taken
+        self._layouts: list[Layout] = []  # one per group
+        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # what the last step of a group did along its blocks
+        self._partition: By | None = defaults.get("partition")
+        if callable(self._partition):  # groups and defaults hold plain values only, so that they can be saved
+            defaults["partition"] = "custom"
+        super().__init__([{"params": params}] if isinstance(params, nn.Module) else params, defaults)
+
+    # ---------------------------------------------------------------- the four hooks
+
+    def init_state(self, param: Tensor, group: dict[str, Any]) -> State:
+        """The state of a parameter before its first step, without statistics between blocks."""
+        raise NotImplementedError
+
+    def block_sums(self, work: Work) -> Tensor:
+        """Pass 1: (rows, blocks of all pieces, one after the other); row 0 sums the gradient. Changes nothing."""
+        raise NotImplementedError
+
+    def solve(self, work: Work) -> Any:
+        """Bring the statistics between blocks up to date, and return what `apply_` needs of them."""
+        raise NotImplementedError
+
+    def apply_(self, work: Work, solution: Any) -> None:
+        """Pass 2: move state and parameters."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- the step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step.
+
+        Args:
+            closure: recomputes the gradients and returns the loss, which `step` then returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    @_disable_dynamo
+    def _step(self) -> None:
+        """Both passes over all groups. Not traced: the check for bad gradients branches on values."""
+        works = [work for i in range(len(self.param_groups)) if (work := self.collect(i)) is not None]
+        busy = [work for work in works if work.params]
+        for work in busy:
+            work.sums = assemble(work, self.block_sums(work))
+        if not _all_finite(busy):
+            bad = [work for work in busy if not finite_blocks(work.sums).all()]
+            for work in bad:
+                if work.group["nonfinite"] == "raise":
+                    raise ValueError(_describe_nonfinite(work))
+            self.skipped_steps += 1
+            return
+        for work in works:
+            for i, state in work.states.items():
+                self.state[work.tensors[i]] = state
+            torch._foreach_add_([state["step"] for state in work.states.values()], 1)
+        for work in busy:
+            self.apply_(work, self.solve(work))
+
+    def collect(self, number: int, at_rest: bool = False) -> Work | None:
+        """The lists of one group; None if no parameter has a gradient. At rest: all that have state, no gradients."""
+        group = self.param_groups[number]
+        tensors = distinct(group)
+        layout = self._layout(number, tensors)
+        states = {
+            i: self._state_of(param, group)
+            for i, param in enumerate(tensors)
+            if ("step" in self.state.get(param, {}) if at_rest else param.grad is not None)
+        }
+        if not states:
+            return None
+        work = Work(number, group, layout, tensors, states, moments={key: [] for key in self.entry_state})
+        others: dict[int, State] = {}  # no gradient of their own, in blocks that have one
+        if layout.is_shared and len(states) < len(tensors):
+            touched = {layout.starts[i] for i in states if layout.tensors[i].count}
+            others = {
+                i: self._state_of(tensors[i], group)
+                for i in layout.component_of
+                if i not in states and layout.starts[i] in touched
+            }
+        self._refuse_gradients(work, others)
+        device = tensors[next(iter(states))].device
+        pieces = layout.split if device.type == "cpu" else layout.whole
+        counts = {i: int(state["step"]) for i, state in {**states, **others}.items()}
+        missing = False
+        for piece in pieces:
+            state = states.get(piece.tensor) or others.get(piece.tensor)
+            if state is None:
+                missing = True
+                continue
+            param = tensors[piece.tensor]
+            grad = None if at_rest or piece.tensor in others else param.grad
+            rows = slice(None) if piece.rows is None else slice(*piece.rows)
+            whole = piece.rows is None
+            work.params.append(param if whole else param[rows])
+            work.grads.append(grad if whole or grad is None else grad[rows])
+            for key, values in work.moments.items():
+                if key in state:
+                    values.append(state[key] if whole else state[key][rows])
+            work.steps.append(counts[piece.tensor] + (grad is not None))
+            work.cuts.append(piece.cut)
+            work.blocks.append(piece.blocks)
+        if missing and work.params:
+            work.present = torch.zeros(layout.num_blocks, dtype=torch.bool, device="cpu")
+            for blocks in work.blocks:
+                work.present[blocks] = True
+            work.present = work.present.to(device, non_blocking=True)
+        work.in_order = not missing and pieces.is_in_order
+        return work
+
+    def _state_of(self, param: Tensor, group: dict[str, Any]) -> State:
+        """Its state, or the one it would start with; handed over to `self.state` once all gradients are good."""
+        state: State = self.state.get(param, {})
+        if "step" not in state:
+            return {**state, **self.init_state(param, group)}
+        dtype = arithmetic(param.dtype)
+        if any(state[key].dtype != dtype for key in self.entry_state if key in state):  # the model changed its dtype
+            return {**state, **{key: state[key].to(dtype) for key in self.entry_state if key in state}}
+        return state
+
+    def _refuse_gradients(self, work: Work, others: Mapping[int, State]) -> None:
+        for i in work.states:
+            grad = work.tensors[i].grad
+            if grad is not None and grad.layout != torch.strided:
+                name = shown_names(work.group)[i]
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients. {name} has one.")
+        devices = sorted({str(work.tensors[i].device) for i in (*work.states, *others)})
+        if len(devices) > 1:
+            raise RuntimeError(
+                f"{type(self).__name__} couples the parameters of a group, which must be on one device. "
+                f"Got {' and '.join(devices)}. Put them into separate parameter groups."
+            )
+
+    # ---------------------------------------------------------------- statistics between blocks
+
+    def statistics(
+        self, work: Work, names: Sequence[str], initial: Tensor | None = None
+    ) -> Iterator[tuple[Component, Any, dict[str, Tensor]]]:
+        """(component, its blocks, the named statistics) of every component that takes part; all diagonals are one.
+
+        Each parameter keeps the rows of its own blocks, so that every way of saving and loading state works. Here they
+        are put together, may be changed in place, and go back afterwards. Blocks that are new start with `initial`
+        (L,) on the diagonal of U and in the energy, and with 0 in all else.
+        """
+        for component, blocks in self._components(work):
+            held = {
+                i: state
+                for i in component.members
+                if all(name in (state := self.state.get(work.tensors[i], {})) for name in (*names, "blocks"))
+            }
+            joined = self._joined(work.layout, component, names, held, initial, work.sums)
+            yield component, blocks, joined
+            self._keep(work, component, joined, held)
+
+    def _components(self, work: Work) -> Iterator[tuple[Component, Any]]:
+        """Every component that takes part, and its blocks; with coupling "none" one of all tensors that take part."""
+        layout = work.layout
+        active = [c for c in layout.components if any(i in work.states for i in c.members)]
+        if not layout.is_diagonal or len(active) < 2:
+            yield from ((component, component.blocks) for component in active)
+            return
+        blocks: Any = slice(active[0].blocks.start, active[-1].blocks.stop)
+        if len(active) < len(layout.components):
+            parts = [torch.arange(c.blocks.start, c.blocks.stop, device=work.sums.device) for c in active]
+            blocks = torch.cat(parts)
+        yield Component("none", [i for c in active for i in c.members], blocks), blocks
+
+    def _joined(
+        self,
+        layout: Layout,
+        component: Component,
+        names: Sequence[str],
+        held: Mapping[int, State],
+        initial: Tensor | None,
+        like: Tensor,
+    ) -> dict[str, Tensor]:
+        """The statistics of a component, from the rows that its parameters hold."""
+        holders = {layout.starts[i]: i for i in component.members}
+        holders.update({layout.starts[i]: i for i in reversed(component.members) if i in held})
+        count = sum(layout.tensors[i].count for i in holders.values())
+        joined = {}
+        for name in names:
+            kind = self.statistics_kept[name]
+            wide = (count,) if kind == "matrix" and not layout.is_diagonal else ()
+            dtype, device = (torch.bool, "cpu") if kind == "mask" else (like.dtype, like.device)
+            rows = [
+                held[i][name] if i in held else torch.zeros(layout.tensors[i].count, *wide, dtype=dtype, device=device)
+                for i in holders.values()
+            ]
+            joined[name] = torch.cat(rows)
+            first = 0
+            for start, i in holders.items():
+                new = slice(first, first + layout.tensors[i].count)
+                first = new.stop
+                if i in held:
+                    continue
+                joined[name][..., new] = 0  # a row that is gone takes its column with it
+                if name in ("U", "energy") and initial is not None:
+                    diagonal = joined[name] if joined[name].ndim == 1 else joined[name].diagonal()
+                    diagonal[new] = initial[start : start + layout.tensors[i].count].to(like)
+        return joined
+
+    def _keep(self, work: Work, component: Component, joined: dict[str, Tensor], held: Mapping[int, State]) -> None:
+        """Give every parameter its rows: in place where it has them, else as its own new tensors."""
+        layout, first, seen = work.layout, 0, {}
+        for i in component.members:
+            start = layout.starts[i]
+            if start not in seen:
+                seen[start] = slice(first, first + layout.tensors[i].count)
+                first = seen[start].stop
+        for name, values in joined.items():
+            for i in component.members:
+                if i in work.states and i not in held:
+                    work.states[i][name] = values[seen[layout.starts[i]]].clone()
+            if held:
+                torch._foreach_copy_([s[name] for s in held.values()], [values[seen[layout.starts[i]]] for i in held])
+        for i in component.members:
+            if i in work.states and i not in held:
+                work.states[i]["blocks"] = layout.place(i)
+
+    def count_fallback(self, num_blocks: int) -> None:
+        """Note that an eigendecomposition failed; the first one is said."""
+        if not self.diagonal_fallbacks:
+            warnings.warn(
+                f"{type(self).__name__}: an eigendecomposition of {num_blocks} blocks failed twice; the diagonal step "
+                "is taken instead. `diagonal_fallbacks` counts how often. A smaller lr usually helps.",
+                stacklevel=6,
+            )
+        self.diagonal_fallbacks += 1
+
+    def matrices(self, work: Work) -> Iterator[tuple[Component, Any, Tensor]]:
+        """(component, its blocks, A) at rest, for `block_statistics`."""
+        raise NotImplementedError
+
+    def measures_diagonal(self, group: dict[str, Any]) -> bool:
+        """Whether A_ii is the energy of a block along its mean, in units of the gradient's own size."""
+        return False
+
+    @torch.no_grad()
+    def block_statistics(self) -> list[BlockStatistics]:
+        """What the optimizer knows of the dependency between blocks: one entry per parameter group and matrix.
+
+        Costs one pass over the state and the eigenvalues of every A; nothing is computed unless it is called.
+        """
+        found = []
+        for number in range(len(self.param_groups)):
+            if not any("U" in self.state.get(param, {}) for param in self.param_groups[number]["params"]):
+                continue
+            work = self.collect(number, at_rest=True)
+            if work is None or not work.params:
+                continue
+            layout = work.layout
+            common, change = self._last.get(number, (None, None))
+            for component, where, A in self.matrices(work):
+                blocks = torch.arange(layout.num_blocks)[where]
+                found.append(
+                    BlockStatistics(
+                        group=number,
+                        coupling=component.name,
+                        names=[layout.names[i] for i in blocks.tolist()],
+                        parameters=[layout.owners[i] for i in blocks.tolist()],
+                        sizes=layout.sizes[blocks],
+                        A=A,
+                        eigenvalues=eigenvalues_of(A),
+                        is_normalised=self.measures_diagonal(work.group),
+                        common=None if common is None else common[blocks],
+                        change=None if change is None else change[blocks],
+                    )
+                )
+        return found
+
+    # ---------------------------------------------------------------- groups and their options
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise if an option of a group is out of range."""
+        owner = type(self).__name__
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        for name in self.not_negative:
+            value = float(lr) if name == "lr" and isinstance(lr, Tensor) else group[name]
+            require_number(value, name, owner)
+        self.check_kinds(group)
+
+    def check_kinds(self, group: dict[str, Any]) -> None:
+        """Raise if an option is of a kind no step can take. Ranges may be anything: torch's schedules leave them."""
+        owner = type(self).__name__
+        for name in self.switches:
+            require(isinstance(group[name], bool), name, owner, "True or False", group[name], TypeError)
+        for name, allowed in {"coupling": COUPLINGS, "nonfinite": ("raise", "skip"), **self.choices}.items():
+            if name in group:
+                require_choice(group[name], allowed, name, owner)
+        if "refresh_every" in group:
+            k = group["refresh_every"]
+            whole = isinstance(k, int) and not isinstance(k, bool)
+            require(whole and k >= 1, "refresh_every", owner, "a whole number >= 1", k)
+        for name in ("foreach", "fused"):
+            good = group.get(name) is None or isinstance(group[name], bool)
+            require(good, name, owner, "True, False or None", group.get(name), TypeError)
+        if group.get("fused"):
+            if group.get("foreach"):
+                raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+            raise RuntimeError(
+                f"{owner}(fused=True) needs compiled kernels, which this version does not have. Take fused=None."
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, or a module, with its own partition, coupling and other options if wanted."""
+        outputs: dict[Tensor, int | Tensor] = {}
+        if isinstance(param_group, dict) and isinstance(param_group.get("params"), nn.Module):
+            outputs = outputs_of(param_group["params"])
+            param_group = {**param_group, "params": list(param_group["params"].named_parameters())}
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self.check_group(group)
+            self._refuse_parameters(group)
+            tensors = distinct(group)
+            by = group.get("partition", "element")
+            if by == "custom" and self._partition is not None:
+                by = self._partition
+            self._layouts.append(self._make_layout(group, tensors, by, [outputs.get(param, 0) for param in tensors]))
+            group["blocks"] = self._layouts[-1].fingerprint
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _refuse_parameters(self, group: dict[str, Any]) -> None:
+        owner = type(self).__name__
+        for i, param in enumerate(group["params"]):
+            if not param.is_floating_point() or param.layout != torch.strided:
+                kind = "sparse" if param.layout != torch.strided else str(param.dtype).removeprefix("torch.")
+                raise ValueError(f"{owner} does not support {kind} parameters. Parameter {i} is one.")
+            if getattr(param, "_fsdp_flattened", False):
+                raise ValueError(
+                    f"{owner} cannot see the blocks of parameters that FullyShardedDataParallel has flattened: "
+                    f"parameter {i} is such a one. Use fully_shard, which keeps their shapes, or DDP."
+                )
+
+    def _make_layout(
+        self, group: dict[str, Any], tensors: list[Tensor], by: By, outputs: Sequence[int | Tensor]
+    ) -> Layout:
+        """The blocks of a group. The full matrix is that of single entries, all coupled."""
+        owner, names = type(self).__name__, given_names(group)
+        if by == "custom":
+            raise ValueError(
+                f"{owner} has no callable to cut these parameters with: copies do not keep it, and parameters of other "
+                "shapes need it again. Pass 'partition', or construct a new optimizer."
+            )
+        known = callable(by) or by in BY
+        require(known, "partition", owner, f"a callable or one of {', '.join(map(repr, BY))}", by)
+        if callable(by):
+            group["partition"] = "custom"
+        # Whatever the default device is: a layout is looked up, never computed with.
+        with torch.device("cpu"):
+            cuts = [
+                cut(name, i, param, by, output)
+                for i, (name, param, output) in enumerate(zip(names, tensors, outputs, strict=True))
+            ]
+            return Layout(
+                cuts,
+                group.get("partition", "element"),
+                group.get("coupling", "all"),
+                owner,
+                named=all(names),
+                leave_plain=self.leaves_plain,
+                outputs=outputs,
+                decompositions=self.decompositions(group),
+                max_bytes=group.get("max_bytes", MATRIX_LIMIT),
+            )
+
+    def decompositions(self, group: dict[str, Any]) -> float:
+        """How many matrices between all blocks a step decomposes on average."""
+        return 1 / group.get("refresh_every", 1) if group.get("correction", True) else 0.0
+
+    def _layout(self, number: int, tensors: list[Tensor]) -> Layout:
+        """The layout of a group, made again where parameters or options have changed since."""
+        group, layout = self.param_groups[number], self._layouts[number]
+        wanted = group.get("partition", "element"), group.get("coupling", "all")
+        if layout.shapes == [param.shape for param in tensors] and (layout.partition, layout.coupling) == wanted:
+            return layout
+        if len(tensors) != len(layout.shapes):
+            raise ValueError(
+                f"A parameter group of {type(self).__name__} had {len(layout.tensors)} parameters when added, and "
+                f"has {len(tensors)} now. Add further ones with add_param_group."
+            )
+        self.check_kinds(group)
+        self._refuse_parameters(group)
+        shapes = [param.shape for param in tensors]
+        if shapes == layout.shapes and layout.partition == wanted[0]:
+            layout = layout.coupled(wanted[1], type(self).__name__, self.decompositions(group))
+        else:
+            outputs = [o if s == t else 0 for o, s, t in zip(layout.outputs, layout.shapes, shapes, strict=True)]
+            layout = self._make_layout(group, tensors, wanted[0], outputs)
+        states = {i: self.state[param] for i, param in enumerate(tensors) if param in self.state}
+        self._check_places(layout, states, shown_names(group), "Delete 'U' from the states of the group to start over.")
+        self._layouts[number] = layout
+        group["blocks"] = layout.fingerprint
+        self._last.pop(number, None)
+        self._arrange(layout, tensors)
+        return layout
+
+    # ---------------------------------------------------------------- saving and loading
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("skipped_steps", "diagonal_fallbacks", "_layouts")
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch puts it there; it is no option of ours
+        self.__dict__.setdefault("_partition", None)
+        self._last = {}
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param in self.state:
+                self.state[param] = _without_gaps(self.state[param])
+            kept = self.state.get(param, {})
+            if "step" in kept and not isinstance(kept["step"], Tensor):
+                kept["step"] = torch.tensor(float(kept["step"]), dtype=torch.float32)
+
+    @_disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, bit by bit; raises where the checkpoint has another partition.
+
+        torch casts every state tensor but "step" to the dtype of its parameter. Here moments get the dtype of the
+        arithmetic, statistics between blocks stay float64, and all are copied, so that training never changes the
+        loaded dict. States loaded by name, in another order of parameters, are put in order. Options that the dict
+        lacks stay as they are.
+        """
+        incoming: dict[str, Any] = {}
+        layouts: list[Layout] = []
+
+        def complete(_: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            groups = final["param_groups"]
+            sizes = [len(group["params"]) for group in groups]
+            if sizes == [len(group["params"]) for group in self.param_groups]:  # else torch raises
+                groups = [self._completed(i, saved) for i, saved in enumerate(groups)]
+                layouts.extend(self._check_checkpoint(i, group, final["state"]) for i, group in enumerate(groups))
+            incoming.update(final)
+            return {**final, "param_groups": groups}
+
+        def adopt(_: Optimizer) -> None:
+            self._layouts = layouts
+            for number, saved in enumerate(incoming["param_groups"]):
+                group = self.param_groups[number]
+                for param, key in zip(group["params"], saved["params"], strict=True):
+                    for name, value in incoming["state"].get(key, {}).items():
+                        if isinstance(value, Tensor):
+                            self.state[param][name] = self._adopted(param, name, value)
+                tensors = distinct(group)
+                self._arrange(layouts[number], tensors)
+
+        # After the user's hooks that change the dict, and before those that look at the result.
+        handles = [
+            self.register_load_state_dict_pre_hook(complete),
+            self.register_load_state_dict_post_hook(adopt, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _adopted(self, param: Tensor, name: str, value: Tensor) -> Tensor:
+        """A copy of a loaded tensor, in the dtype and on the device that a step wants it."""
+        value = value.detach()
+        if name == "step":
+            return value.to("cpu", torch.float32, copy=True)
+        if name in self.entry_state:
+            return value.to(param.device, arithmetic(param.dtype), copy=True)
+        if self.statistics_kept.get(name) in ("matrix", "vector"):
+            return value.to(param.device, torch.float64, copy=True)
+        return value.to("cpu" if name in ("blocks", *self.statistics_kept) else param.device, copy=True)
+
+    def _completed(self, number: int, saved: dict[str, Any]) -> dict[str, Any]:
+        """A saved group with all options, once it is known to fit."""
+        group, owner = self.param_groups[number], type(self).__name__
+        full = {**{key: value for key, value in group.items() if key != "params"}, **saved}
+        lr = full["lr"]
+        require(isinstance(lr, int | float | Tensor) and bool(lr == lr), "lr", owner, "a number", lr)
+        self.check_kinds(full)
+        if full["blocks"] != group["blocks"]:
+            if "checksum" in str(full["blocks"]):
+                raise ValueError(_FROM_BEFORE.format(owner))
+            raise ValueError(
+                f"The checkpoint was made with another partition of parameter group {number}: it has {full['blocks']}, "
+                f"this optimizer {group['blocks']}. Construct {owner} with the partition that was used then, or start "
+                "with fresh state."
+            )
+        return full
+
+    def _check_checkpoint(self, number: int, group: dict[str, Any], saved: Mapping[Any, State]) -> Layout:
+        """The layout of a group that is about to be loaded; raises where its states do not fit."""
+        owner, current = type(self).__name__, self.param_groups[number]
+        places = {key: i for i, key in enumerate(dict.fromkeys(group["params"]))}
+        tensors = distinct(current)
+        states = {i: _without_gaps(saved[key]) for key, i in places.items() if key in saved and i < len(tensors)}
+        for i, state in states.items():
+            missing = [key for key in ("step", *self.entry_state) if key not in state] if "step" in state else []
+            missing = [key for key in missing if key not in self.optional_state]
+            if missing:
+                raise ValueError(
+                    f"The checkpoint is not one of {owner}: the state of parameter {i} lacks "
+                    f"{', '.join(missing)}; it has {', '.join(sorted(state))}."
+                )
+            for key in self.entry_state:
+                if isinstance(state.get(key), Tensor) and state[key].shape != tensors[i].shape:
+                    raise ValueError(
+                        f"The checkpoint has {key} of shape {tuple(state[key].shape)} for {shown_names(current)[i]}, "
+                        f"whose shape is {tuple(tensors[i].shape)}. Load it in the order of parameters it was saved in."
+                    )
+        if any("U" in state and "blocks" not in state for state in states.values()):
+            raise ValueError(_FROM_BEFORE.format(owner))
+        layout = self._layouts[number]
+        if group.get("coupling", "all") != layout.coupling:
+            layout = layout.coupled(group["coupling"], owner)
+        remedy = f"Construct {owner} with the model that was used then, or delete 'U' from the saved states."
+        self._check_places(layout, states, shown_names(current), remedy)
+        return layout
+
+    def _check_places(self, layout: Layout, states: Mapping[int, State], names: list[str], remedy: str) -> None:
+        """Raise unless the blocks of every component shared a matrix when their statistics were gathered."""
+        places = {i: state["blocks"].tolist() for i, state in states.items() if "blocks" in state}
+        for component in layout.components:
+            members = [i for i in component.members if i in places]
+            members = [i for i in members if "U" in states[i]]
+            changed = next((i for i in members if places[i][0] != layout.tensors[i].digest), None)
+            if changed is not None:
+                raise ValueError(f"{names[changed]} was cut into other blocks when its statistics began. {remedy}")
+            before = {places[i][1] for i in members}
+            strangers = [
+                i for i in places if places[i][1] in before and i not in component.members and "U" in states[i]
+            ]
+            if len(before) > 1 or strangers:
+                raise ValueError(
+                    f"The blocks of {', '.join(names[i] for i in members)} were coupled with others when their "
+                    f"statistics began than they are with coupling={layout.coupling!r} here. {remedy}"
+                )
+
+    def _arrange(self, layout: Layout, tensors: list[Tensor]) -> None:
+        """Bring the columns of statistics that were gathered in another order of blocks into the order of this one."""
+        for component in layout.components:
+            states = {i: self.state.get(tensors[i], {}) for i in component.members}
+            held = {i: state for i, state in states.items() if "U" in state and "blocks" in state}
+            where = torch.full((component.blocks.stop - component.blocks.start,), -1, device="cpu")
+            for i, state in held.items():
+                first, row, count = layout.starts[i] - component.blocks.start, int(state["blocks"][2]), layout.count(i)
+                where[first : first + count] = torch.arange(row, row + count)
+                state["blocks"] = layout.place(i)
+            for state in held.values():
+                for name, kind in self.statistics_kept.items():
+                    if kind == "matrix" and not layout.is_diagonal and name in state:
+                        state[name] = _rearranged(state[name], where)
+
+
+_FROM_BEFORE = (
+    "The checkpoint was made before {0} kept its statistics between blocks in one place. Delete 'U', 'root', 'weight' "
+    "and 'variance' from its states and 'blocks' from its param_groups: the rest loads, and the statistics start over."
+)
+
+
+def distinct(group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of a group, each once: torch only warns about duplicates."""
+    return list(dict.fromkeys(group["params"]))
+
+
+def _without_gaps(state: State) -> State:
+    """A state without the empty dicts that torch.distributed.checkpoint puts where nothing was saved."""
+    return {key: value for key, value in state.items() if not (isinstance(value, dict) and not value)}
+
+
+def given_names(group: dict[str, Any]) -> list[str]:
+    """The names of the distinct parameters of a group, '' where there are none."""
+    return list(dict(zip(group["params"], group.get("param_names", [""] * len(group["params"])), strict=True)).values())
+
+
+def shown_names(group: dict[str, Any]) -> list[str]:
+    """What to call the parameters of a group in messages."""
+    return [
+        f"'{name}'" if name else f"parameter {i} {list(param.shape)}"
+        for i, (name, param) in enumerate(zip(given_names(group), distinct(group), strict=True))
+    ]
+
+
+def finite_blocks(sums: Tensor) -> Tensor:
+    """Which blocks have finite sums, and sums of the gradient whose squares U can take, (L,)."""
+    return sums.isfinite().all(0) & sums[0].square().isfinite()
+
+
+def _all_finite(works: list[Work]) -> bool:
+    """Whether every sum of every group is finite: the one time that a step waits for an accelerator."""
+    flags = [finite_blocks(work.sums).all() for work in works]
+    return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()) if flags else True
+
+
+def assemble(work: Work, columns: Tensor) -> Tensor:
+    """(rows, L): the sums of every piece at its blocks. Pieces that share blocks add up."""
+    if work.in_order:
+        return columns
+    sums = columns.new_zeros(len(columns), work.layout.num_blocks)
+    index = torch.cat([torch.arange(b.start, b.stop, device=columns.device) for b in work.blocks])
+    return sums.index_add_(1, index, columns)
+
+
+def _rearranged(rows: Tensor, where: Tensor) -> Tensor:
+    """Rows with the columns of a matrix in another order; 0 where there was none."""
+    if torch.equal(where, torch.arange(rows.shape[1], device="cpu")):
+        return rows
+    index, gone = where.clamp(min=0).to(rows.device), (where < 0).to(rows.device)
+    return rows.index_select(1, index).masked_fill_(gone, 0)
+
+
+def _describe_nonfinite(work: Work) -> str:
+    names = shown_names(work.group)
+    gradients = [(f"gradient of {names[i]}", work.tensors[i].grad) for i in work.states]
+    for what, tensor in [*gradients, *((f"parameter {names[i]}", work.tensors[i]) for i in work.states)]:
+        if tensor is not None and not tensor.isfinite().all():
+            nan, inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+            found = f"The {what} has {nan} NaN and {inf} infinite of {tensor.numel()} entries"
+            break
+    else:
+        i = int((~finite_blocks(work.sums)).nonzero()[0])
+        found = f"The sums over block {work.layout.names[i]} overflow, though every gradient is finite"
+    return f"{found}. Nothing was changed. nonfinite='skip' leaves such steps out and counts them."

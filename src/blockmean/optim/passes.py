@@ -1,0 +1,316 @@
+"""The two passes of a step over lists of tensors: block sums, which change nothing, and the update.
+
+Each exists twice, tensor by tensor and with torch's `_foreach_*` operations; `choose` says which one serves. Between
+them lies one small array: a row per kind of sum, a column per block.
+
+    rows of "paper"        u = Σ g,  Σ z
+    rows of "consistent"   u,  Σ z,  Σ w g
+    rows of "weighted"     u,  Σ g²,  Σ ζ²,  Σ w m̂,   and for a cap the squared lengths of the diagonal step and of w
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+
+from blockmean.blocks import TensorBlocks
+from blockmean.optim.forms import Form, Rule
+
+FOREACH_ENTRIES = 2**22
+"""Entries that the foreach passes work on at a time: their temporary lists are as long."""
+
+FOREACH_ON_CPU = 0
+"""Mean entries of a tensor up to which foreach is the faster choice on a CPU (benchmarks/step_cost.py)."""
+
+
+class Tensors(NamedTuple):
+    """What both passes take: the tensors that take part in a step, as parallel lists."""
+
+    params: list[Tensor]
+    grads: list[Tensor | None]  # None: no gradient; the entries only count for the scale of a block they share
+    first: list[Tensor]  # first moments; the gradient itself where there are none
+    second: list[Tensor]  # second moments: sums or averages of squares
+    steps: list[int]  # this step included
+    cuts: list[TensorBlocks]
+
+    def parts(self) -> Iterator[tuple[int, Tensors]]:
+        """Runs of tensors of one dtype with at most `FOREACH_ENTRIES` entries, each with its place in the lists."""
+        start = size = 0
+        for i, param in enumerate(self.params):
+            if i > start and (size + param.numel() > FOREACH_ENTRIES or param.dtype != self.params[start].dtype):
+                yield start, self.part(slice(start, i))
+                start, size = i, 0
+            size += param.numel()
+        if self.params:
+            yield start, self.part(slice(start, None))
+
+    def part(self, run: slice) -> Tensors:
+        """A run of the lists."""
+        lists: Any = (values[run] for values in self)
+        return Tensors(*lists)
+
+
+def choose(tensors: Tensors, foreach: bool | None) -> Any:
+    """The implementation of both passes, as torch chooses: foreach where the device gains from it, unless told."""
+    if any(grad is None for grad in tensors.grads):
+        return REFERENCE
+    if foreach is None:
+        device = tensors.params[0].device.type
+        if device == "cpu":
+            foreach = sum(param.numel() for param in tensors.params) <= FOREACH_ON_CPU * len(tensors.params)
+        else:
+            foreach = device in _get_foreach_kernels_supported_devices()
+    return FOREACH if foreach else REFERENCE
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of state and arithmetic: that of the parameter, but float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def effective_grad(param: Tensor, grad: Tensor, rule: Rule) -> Tensor:
+    """The gradient that the method sees; `grad` itself is never changed."""
+    g = grad.to(arithmetic(param.dtype))
+    if rule.maximize:
+        g = -g
+    if rule.weight_decay and rule.betas is None:
+        g = g.add(param, alpha=rule.weight_decay)
+    return g
+
+
+def debiased(rule: Rule, step: int) -> tuple[float, float]:
+    """What m̂ is in units of m, and r̂ in units of r."""
+    if rule.betas is None or step == 0:
+        return 1.0, 1.0
+    return 1 / (1 - rule.betas[0] ** step), 1 / (1 - rule.betas[1] ** step)
+
+
+def vanishes(rule: Rule, dtype: torch.dtype) -> bool:
+    """Whether z can be 0: ε is, or is too small for the dtype. Then z is made infinite, and nothing moves."""
+    return rule.eps < torch.finfo(dtype).tiny
+
+
+# ---------------------------------------------------------------- tensor by tensor
+
+
+def reference_sums(form: Form, rule: Rule, tensors: Tensors) -> Tensor:
+    """Pass 1: the rows named above for the blocks of every tensor, one after the other, in float64."""
+    columns = []
+    for i, (param, grad, r, step, cut) in enumerate(
+        zip(tensors.params, tensors.grads, tensors.second, tensors.steps, tensors.cuts, strict=True)
+    ):
+        g = None if grad is None else effective_grad(param, grad, rule)
+        columns.append(_sums(form, rule, g, tensors.first[i] if rule.betas else g, r, step, cut))
+    return torch.stack([torch.cat(row) for row in zip(*columns, strict=True)]).double()
+
+
+def _sums(
+    form: Form, rule: Rule, g: Tensor | None, m: Tensor | None, r: Tensor, step: int, cut: TensorBlocks
+) -> list[Tensor]:
+    """The sums over the blocks of one tensor; without a gradient only what the accumulated squares say."""
+    u = nothing = r.new_zeros(cut.count)
+    if g is not None:
+        u = cut.sum(g)
+    if not form.corrects:
+        return [u]
+    if g is not None and m is not None:
+        if rule.betas is None:
+            r = torch.addcmul(r, g, g)
+        else:
+            m = m.lerp(g, 1 - rule.betas[0])
+            r = (r * rule.betas[1]).addcmul_(g, g, value=1 - rule.betas[1])
+    gain, gain_r = debiased(rule, step)
+    zeta, z = _scales(rule, r, gain_r, form.is_weighted)
+    scale = cut.sum(r).mul_(gain_r) if form.is_weighted else cut.sum(z)
+    if vanishes(rule, z.dtype):
+        z.masked_fill_(z == 0, torch.inf)
+    if form.takes_raw_sums:
+        return [u, scale]
+    w = z.rsqrt() if zeta is None else zeta.mul_(z.rsqrt())
+    b = nothing if g is None or m is None else cut.sum(w * m).mul_(gain)
+    if not form.is_weighted:
+        return [u, scale, b]
+    rows = [u, nothing if g is None else cut.sum(g * g), scale, b]
+    if rule.cap is not None:
+        length = nothing if g is None or m is None else cut.sum((m / z).square_()).mul_(gain**2)
+        rows += [length, cut.sum(w.square_())]
+    return rows
+
+
+def _scales(rule: Rule, r: Tensor, gain_r: float, with_zeta: bool) -> tuple[Tensor | None, Tensor]:
+    """ζ, if asked for, and z."""
+    if rule.betas is None:
+        return (r.sqrt() if with_zeta else None), (r + rule.eps).sqrt_()
+    zeta = r.sqrt().mul_(gain_r**0.5)
+    return zeta, zeta + rule.eps
+
+
+def reference_apply_(form: Form, rule: Rule, tensors: Tensors, rates: list[float], c: list[Tensor]) -> None:
+    """Pass 2: moments, then θ ← θ − η (m̂/z + w c), c one number per block of each tensor; no c, no correction."""
+    for i, (param, grad, r, step, cut) in enumerate(
+        zip(tensors.params, tensors.grads, tensors.second, tensors.steps, tensors.cuts, strict=True)
+    ):
+        if grad is None:
+            continue
+        g = effective_grad(param, grad, rule)
+        if rule.betas is None:
+            m = g
+            r.addcmul_(g, g)
+        else:
+            m = tensors.first[i].lerp_(g, 1 - rule.betas[0])
+            r.mul_(rule.betas[1]).addcmul_(g, g, value=1 - rule.betas[1])
+        gain, gain_r = debiased(rule, step)
+        zeta, z = _scales(rule, r, gain_r, form.is_weighted)
+        if vanishes(rule, z.dtype):
+            z.masked_fill_(z == 0, torch.inf)
+        delta = m / z
+        if gain != 1:
+            delta.mul_(gain)
+        if c:
+            w = z.rsqrt_() if zeta is None else zeta.mul_(z.rsqrt_())
+            delta.addcmul_(w, cut.spread(c[i].to(g.dtype)))
+        if rule.weight_decay and rule.betas is not None:
+            delta.add_(param, alpha=rule.weight_decay)
+        move_(param, delta, rates[i])
+
+
+def move_(param: Tensor, delta: Tensor, rate: float) -> None:
+    """θ ← θ − rate · δ, rounded once to the parameter's own dtype."""
+    if param.dtype == delta.dtype:
+        param.add_(delta, alpha=-rate)
+    else:
+        param.copy_(param.to(delta.dtype).add_(delta, alpha=-rate))
+
+
+# ---------------------------------------------------------------- whole lists at a time
+
+
+def foreach_sums(form: Form, rule: Rule, tensors: Tensors) -> Tensor:
+    """Pass 1 with torch's foreach operations."""
+    return torch.cat([_foreach_part_sums(form, rule, part) for _, part in tensors.parts()], 1)
+
+
+def _foreach_part_sums(form: Form, rule: Rule, part: Tensors) -> Tensor:
+    def summed(values: Any) -> Tensor:
+        return torch.cat([cut.sum(x) for cut, x in zip(part.cuts, values, strict=True)]).double()
+
+    g = _foreach_grads(rule, part)
+    rows = [summed(g)]
+    if not form.corrects:
+        return torch.stack(rows)
+    m: Any = g
+    if rule.betas is None:
+        r = torch._foreach_addcmul(part.second, g, g)
+    else:
+        m = torch._foreach_lerp(part.first, g, 1 - rule.betas[0])
+        r = torch._foreach_mul(part.second, rule.betas[1])
+        torch._foreach_addcmul_(r, g, g, 1 - rule.betas[1])
+    gains = [debiased(rule, step) for step in part.steps]
+    zeta, z = _foreach_scales(rule, r, [gain_r for _, gain_r in gains], form.is_weighted)
+    scale = summed(r) if form.is_weighted else summed(z)
+    _foreach_mask_(rule, z)
+    if form.takes_raw_sums:
+        return torch.stack([*rows, scale])
+    if rule.cap is not None:
+        length = torch._foreach_div(m, z)
+        torch._foreach_mul_(length, length)
+    w = _foreach_weights(zeta, z)
+    b = summed(torch._foreach_mul(w, m))
+    if not form.is_weighted:
+        return torch.stack([*rows, scale, b])
+    gain, gain_r = (_per_block(column, part, scale) for column in zip(*gains, strict=True))
+    rows += [summed(torch._foreach_mul(g, g)), scale * gain_r, b * gain]
+    if rule.cap is not None:
+        torch._foreach_mul_(w, w)
+        rows += [summed(length) * gain * gain, summed(w)]
+    return torch.stack(rows)
+
+
+def _per_block(values: tuple[float, ...], part: Tensors, like: Tensor) -> float | Tensor:
+    """One number per tensor, ready to multiply numbers per block; tensors seldom differ in the number of steps."""
+    if len(set(values)) == 1:
+        return values[0]
+    counts = torch.tensor([cut.count for cut in part.cuts])
+    return torch.tensor(values, dtype=like.dtype).repeat_interleave(counts).to(like.device, non_blocking=True)
+
+
+def foreach_apply_(form: Form, rule: Rule, tensors: Tensors, rates: list[float], c: list[Tensor]) -> None:
+    """Pass 2 with torch's foreach operations."""
+    for start, part in tensors.parts():
+        g = _foreach_grads(rule, part)
+        r = part.second
+        if rule.betas is None:
+            m = g
+            torch._foreach_addcmul_(r, g, g)
+        else:
+            m = part.first
+            torch._foreach_lerp_(m, g, 1 - rule.betas[0])
+            torch._foreach_mul_(r, rule.betas[1])
+            torch._foreach_addcmul_(r, g, g, 1 - rule.betas[1])
+        gains = [debiased(rule, step) for step in part.steps]
+        zeta, z = _foreach_scales(rule, r, [gain[1] for gain in gains], form.is_weighted)
+        _foreach_mask_(rule, z)
+        delta = torch._foreach_div(m, z)
+        if rule.betas is not None:
+            torch._foreach_mul_(delta, [gain[0] for gain in gains])
+        if c:
+            spread = [cut.spread(x.to(g[0].dtype)) for cut, x in zip(part.cuts, c[start:], strict=False)]
+            torch._foreach_addcmul_(delta, _foreach_weights(zeta, z), spread)
+        if rule.weight_decay and rule.betas is not None:
+            torch._foreach_add_(delta, part.params, alpha=rule.weight_decay)
+        torch._foreach_mul_(delta, [-rate for rate in rates[start : start + len(delta)]])
+        if part.params[0].dtype == delta[0].dtype:
+            torch._foreach_add_(part.params, delta)
+        else:
+            torch._foreach_copy_(part.params, torch._foreach_add([p.to(g[0].dtype) for p in part.params], delta))
+
+
+def _foreach_grads(rule: Rule, part: Tensors) -> list[Tensor]:
+    dtype = arithmetic(part.params[0].dtype)
+    g = [grad.to(dtype) for grad in part.grads if grad is not None]
+    if rule.maximize:
+        g = list(torch._foreach_neg(g))
+    if rule.weight_decay and rule.betas is None:
+        params = [param.to(dtype) for param in part.params]
+        g = list(torch._foreach_add(g, params, alpha=rule.weight_decay))
+    return g
+
+
+def _foreach_scales(rule: Rule, r: Any, gains_r: list[float], with_zeta: bool) -> tuple[Any, Any]:
+    if rule.betas is None:
+        z = torch._foreach_add(r, rule.eps)
+        torch._foreach_sqrt_(z)
+        return (torch._foreach_sqrt(r) if with_zeta else None), z
+    zeta = torch._foreach_sqrt(r)
+    torch._foreach_mul_(zeta, [gain**0.5 for gain in gains_r])
+    return zeta, torch._foreach_add(zeta, rule.eps)
+
+
+def _foreach_mask_(rule: Rule, z: Any) -> None:
+    if vanishes(rule, z[0].dtype):
+        for x in z:
+            x.masked_fill_(x == 0, torch.inf)
+
+
+def _foreach_weights(zeta: Any, z: Any) -> Any:
+    """w = z^-½, or ζ z^-½; z is overwritten."""
+    torch._foreach_rsqrt_(z)
+    if zeta is None:
+        return z
+    torch._foreach_mul_(zeta, z)
+    return zeta
+
+
+class Passes(NamedTuple):
+    """One implementation of both passes."""
+
+    block_sums: Any
+    apply_: Any
+
+
+REFERENCE = Passes(reference_sums, reference_apply_)
+FOREACH = Passes(foreach_sums, foreach_apply_)
