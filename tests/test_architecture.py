@@ -16,18 +16,17 @@ import blockmean
 ROOT = Path(blockmean.__file__).parent
 
 # Each part of the package and the parts it may import. What is not listed may not be imported.
-ALGEBRA = {"_checks", "_cut", "partition", "_spectral", "matrix"}
+ALGEBRA = {"_checks", "_cut", "partition", "_linalg", "matrix"}
 ALLOWED = {
     "_checks": set(),
     "_cut": {"_checks"},
     "partition": {"_checks", "_cut"},
-    "_spectral": set(),
-    "_coordinates": {"_checks", "_spectral", "partition"},
-    "matrix": {"_checks", "_coordinates", "_spectral", "partition"},
+    "_linalg": set(),
+    "matrix": {"_checks", "_linalg", "partition"},
     "_kernels": {"_checks"},
     "statistics": {*ALGEBRA, "_kernels"},
     "optim": {*ALGEBRA, "_kernels", "statistics", "optim"},
-    "curvature": {*ALGEBRA, "_coordinates", "curvature"},
+    "curvature": {*ALGEBRA, "curvature"},
     "plot": {*ALGEBRA, "curvature", "statistics", "optim", "plot"},
     "lab": {"lab"},  # and the public names, see below
     "cli": {"lab", "cli"},

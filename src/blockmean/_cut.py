@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from blockmean._checks import require
+from blockmean._checks import as_int, require
 
 Params = nn.Module | Tensor | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 By = str | Callable[[str, Tensor], "str | Tensor"]
@@ -132,18 +132,9 @@ def module_of(name: str) -> str:
     return name.rpartition(".")[0] or "(root)"
 
 
-def whole_numbers(values: Sequence[int] | Tensor, name: str, owner: str) -> Tensor:
-    """A one-dimensional int64 CPU tensor, refusing anything that is not whole numbers."""
-    tensor = torch.as_tensor(values).detach().cpu()
-    whole = tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    require(whole, name, owner, "whole numbers", tensor.dtype, TypeError)
-    require(tensor.ndim == 1, name, owner, "one-dimensional", f"shape {tuple(tensor.shape)}")
-    return tensor.to(torch.int64, copy=True)
-
-
 def sizes_of_labels(values: Sequence[int] | Tensor, owner: str) -> tuple[Tensor, Tensor | None]:
     """The size of every block, and the labels themselves unless the blocks are contiguous and in order."""
-    labels = whole_numbers(values, "labels", owner)
+    labels = as_int(values, "labels", owner)
     require(len(labels) > 0, "labels", owner, "a non-empty sequence", [])
     require(int(labels.min()) >= 0, "labels", owner, ">= 0", int(labels.min()))
     # L cannot exceed d without leaving a hole, so a stray huge label must not make a huge count.

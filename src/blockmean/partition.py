@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockmean._checks import require
-from blockmean._cut import By, Origin, Params, cut_tensor, named_tensors, number_blocks, sizes_of_labels, whole_numbers
+from blockmean._checks import as_int, require, require_last
+from blockmean._cut import By, Origin, Params, cut_tensor, named_tensors, number_blocks, sizes_of_labels
 
 
 class Partition:
@@ -49,7 +49,7 @@ class Partition:
         >>> Partition.from_sizes([2, 5, 3])
         Partition(L=3, d=10, sizes=[2, 5, 3])
         """
-        values = whole_numbers(sizes, "sizes", "Partition.from_sizes")
+        values = as_int(sizes, "sizes", "Partition.from_sizes")
         require(len(values) > 0, "sizes", "Partition.from_sizes", "a non-empty sequence", [])
         bad = (values < 1).nonzero()
         if len(bad):
@@ -256,7 +256,7 @@ class Partition:
         return runs
 
     @cached_property
-    def multiple(self) -> Tensor:
+    def nonsingleton(self) -> Tensor:
         """The blocks with more than one entry: the only ones whose λ_i is defined on its own."""
         return (self.sizes > 1).nonzero().squeeze(-1)
 
@@ -291,12 +291,6 @@ class Partition:
         if self._origins is None:
             return ((str(i), "") for i in range(self.num_blocks))
         return ((name, origin.parameter) for origin in self._origins for name in origin.block_names())
-
-
-def require_last(x: Tensor, length: int, name: str, owner: str, what: str) -> None:
-    """Raise unless the last dimension of x has the given length."""
-    got = tuple(x.shape)
-    require(x.ndim > 0 and got[-1] == length, name, owner, f"of shape (..., {length}), one value per {what}", got)
 
 
 def _named_origins(names: Sequence[str] | None, count: int, owner: str) -> tuple[Origin, ...] | None:

@@ -16,13 +16,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+from blockmean._linalg import NEGLIGIBLE, LinAlgError, damped_solve, inverse_root_minus_identity, times
 
-JITTER = 1e-8
-"""What is added to the diagonal, relative to its mean, before an eigendecomposition is tried a second time."""
-
-NEGLIGIBLE = torch.finfo(torch.float32).tiny
-"""Mean squares below this are taken for zero: their inverses overflow float32, and so do steps made of them."""
+__all__ = [
+    "NEGLIGIBLE",
+    "LinAlgError",
+    "accumulate_",
+    "average_",
+    "average_outer_",
+    "damped_solve",
+    "inverse_root_minus_identity",
+    "normalised",
+    "times",
+]
 
 
 def accumulate_(U: Tensor, u: Tensor) -> None:
@@ -60,49 +66,3 @@ def normalised(U: Tensor, n: Tensor, keep_diagonal: bool) -> Tensor:
     A = U * inverse[:, None] * inverse  # one after the other: n_i n_j alone may underflow
     diagonal = torch.where(on, A.diagonal(), 1.0) if keep_diagonal else torch.ones_like(n)
     return A.diagonal_scatter(diagonal)
-
-
-def inverse_root_minus_identity(A: Tensor, floor: float) -> Tensor:
-    """A^-½ − I with eigenvalues below `floor` raised to it; (L, L) or the diagonal (L,).
-
-    Eigenvalues below the rounding error of the largest are rounding errors themselves, and are raised to it as well.
-    Raises `LinAlgError` where even a second try with a little jitter does not converge.
-    """
-    if A.ndim == 1:
-        return A.clamp(min=floor).rsqrt() - 1
-    w, Q = eigh(A)
-    noise = torch.finfo(A.dtype).eps * w.max()
-    return (Q * (w.clamp(min=floor).maximum(noise).rsqrt() - 1)) @ Q.mT
-
-
-def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors, tried a second time with a little jitter; `LinAlgError` where that fails too."""
-    try:
-        w, Q = torch.linalg.eigh(A)
-    except LinAlgError:
-        size = A.diagonal().abs().mean()
-        w, Q = torch.linalg.eigh(A + JITTER * size * torch.eye(len(A), dtype=A.dtype, device=A.device))
-    if not (w.isfinite().all() and Q.isfinite().all()):
-        raise LinAlgError("the eigendecomposition is not finite")
-    return w, Q
-
-
-def times(matrix: Tensor, x: Tensor) -> Tensor:
-    """The product of a matrix, or of the diagonal matrix that a vector stands for, with x, (L,)."""
-    return matrix * x if matrix.ndim == 1 else matrix @ x
-
-
-def damped_solve(A: Tensor, damping: float, b: Tensor) -> Tensor:
-    """(A + δI)⁻¹ b for positive semi-definite A, (L, L) or its diagonal; without damping the pseudo-inverse.
-
-    The diagonal is scaled to one first, so that the scale of blocks does not decide which of them count as singular.
-    """
-    if A.ndim == 1:
-        A = A + damping
-        return torch.where(A > NEGLIGIBLE, b / A, 0.0)
-    A = A + damping * torch.eye(len(A), dtype=A.dtype, device=A.device)
-    root = torch.where(A.diagonal() > NEGLIGIBLE, A.diagonal().rsqrt(), 0.0)
-    w, Q = eigh(A * root * root.unsqueeze(-1))
-    inverse = torch.where(w > len(w) * torch.finfo(A.dtype).eps, 1 / w, 0.0)
-    solution: Tensor = root * (Q @ (inverse * (Q.mT @ (root * b))))
-    return solution
