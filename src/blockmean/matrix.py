@@ -588,7 +588,8 @@ def _deviations(partition: Partition, rows: Tensor, batch: torch.Size) -> tuple[
     lengths = [count * size for _, _, count, size in partition._runs]
     for run, (_, _, count, size) in zip(rows.split(lengths, -1), partition._runs, strict=True):
         blocks = run.unflatten(-1, (count, size))
-        c = blocks.detach().narrow(-1, 0, -(-size // SAMPLE)).mean(-1, keepdim=True)
+        sample = blocks.detach().narrow(-1, 0, -(-size // SAMPLE))
+        c = to_float64(sample).mean(-1, keepdim=True).to(rows.dtype)  # a block that is constant is c, to the last digit
         if batch != c.shape[:-3]:
             c = c.expand(*batch, *c.shape[-3:])
         deviations.append(blocks - c)
