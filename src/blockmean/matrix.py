@@ -545,9 +545,12 @@ class BlockMean:
             self._refuse_inner(what, ~(inner > 0) if definite else ~(inner >= floor), f"is not {kind}")
             bad = ~good if definite else ~(w[..., 0] >= -self._tolerance() * self._size())
             if bad.any():
+                smallest, largest = w[..., 0][bad][0], w[..., -1][bad][0]
+                to_rounding = f" to the precision of its numbers, {self._precision()}" if smallest > 0 else ""
+                remedy = self._remedy(bad) if smallest > 0 else "damped(δ) adds δ to all of them."
                 raise ValueError(
-                    f"BlockMean.{what}: the matrix is not {kind}. Its smallest eigenvalue between blocks (of A) is "
-                    f"{w[..., 0][bad][0]:.6g}, its largest {w[..., -1][bad][0]:.6g}. damped(δ) adds δ to all of them."
+                    f"BlockMean.{what}: the matrix is not {kind}{to_rounding}. Its smallest eigenvalue between blocks "
+                    f"(of A) is {smallest:.6g}, its largest {largest:.6g}. {remedy}"
                 )
         return w, Q
 

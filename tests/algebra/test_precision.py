@@ -204,3 +204,14 @@ def test_float64_is_not_advised_where_it_is_used_already() -> None:
     zero = BlockMean(Partition.from_sizes([1]), [0.0], [[0.0]])
     with pytest.raises(ValueError, match=r"or use damped\(δ\) to add δ"):
         zero.inverse()
+
+
+def test_a_root_of_a_rounded_singular_matrix_is_refused_with_the_same_advice() -> None:
+    p = Partition.from_sizes([2, 2])
+    barely = torch.tensor([[0.0, -0.5], [-0.5, 2e-7]])  # A has the eigenvalue 2e-7 beside errors of 8 ε = 1e-6
+    M = BlockMean(p, torch.ones(2), barely)
+    with pytest.raises(
+        ValueError, match=r"not positive definite to the precision.*float32.* λ and B in float64, or use"
+    ):
+        M.inverse_sqrt()
+    M.to(torch.float64).inverse_sqrt()  # the same numbers, now taken at their word
