@@ -128,6 +128,15 @@ def test_an_outlier_at_the_start_of_a_block_does_not_spoil_the_others() -> None:
         assert (M @ v - exact).norm() <= 1e-6 * exact.norm()  # 8 ε
 
 
+def test_a_product_that_is_finished_in_pieces_is_the_one_that_is_not() -> None:
+    p = Partition.from_sizes([100_000] * 5)  # more than stays in the cache
+    M, v = make_general(p, 0), randn(2, p.num_entries, seed=1)
+    whole = BlockMean(p, M.lam.clone().requires_grad_(), M.B)  # autograd needs it in one piece
+    assert torch.equal(v @ M, (v @ whole).detach())
+    exact = p.expand(M.lam) * v + p.expand(p.block_sum(v) @ M.B)
+    assert_close(v @ M, exact, 1e-12)
+
+
 def test_gradients_of_a_product_do_not_depend_on_where_deviations_are_taken_from() -> None:
     p = Partition.from_sizes([40, 2, 1])  # 3 of 40 entries are the sample
     make = make_definite(p, 0)
