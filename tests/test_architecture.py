@@ -22,11 +22,9 @@ ALLOWED = {
     "_linalg": set(),
     "blocks": {"_checks"},
     "partition": {"_checks", "blocks"},
-    "_spectral": set(),
-    "_coordinates": {"_checks", "_spectral", "partition"},
-    "matrix": {"_checks", "_coordinates", "_spectral", "_linalg", "partition"},
+    "matrix": {"_checks", "_linalg", "partition"},
     "optim": {*ALGEBRA, "optim"},
-    "curvature": {*ALGEBRA, "_coordinates", "curvature"},
+    "curvature": {*ALGEBRA, "curvature"},
     "plot": {*ALGEBRA, "curvature", "optim", "plot"},
     "lab": {"lab"},  # and the public names, see below
     "cli": {"lab", "cli"},

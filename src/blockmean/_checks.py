@@ -1,12 +1,16 @@
-"""Argument checks with one wording, so that every message says what was wrong and what was given."""
+"""Argument checks with one wording: every message says what was wrong and what was given."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
+
+DTYPES = (torch.float32, torch.float64)
+"""The precisions that the algebra accepts."""
 
 
 def require(
@@ -45,10 +49,21 @@ def require_last(x: Tensor, length: int, name: str, owner: str, what: str) -> No
     require(x.ndim > 0 and got[-1] == length, name, owner, f"of shape (..., {length}), one value per {what}", got)
 
 
+def as_float(values: Any, name: str, owner: str, like: Any = None) -> Tensor:
+    """A float32 or float64 tensor; Python numbers take the dtype of `like` if that is a tensor, else the default."""
+    is_plain = not hasattr(values, "dtype")
+    dtype = like.dtype if is_plain and isinstance(like, Tensor) and like.is_floating_point() else None
+    x: Tensor = torch.as_tensor(values, dtype=dtype)
+    if not (x.is_floating_point() or x.is_complex()):
+        x = x.to(torch.get_default_dtype())
+    require(x.dtype in DTYPES, name, owner, "float32 or float64", x.dtype, TypeError)
+    return x
+
+
 def as_int(values: Sequence[int] | Tensor, name: str, owner: str) -> Tensor:
-    """A one-dimensional int64 CPU tensor; refuses anything but whole numbers."""
-    tensor = torch.as_tensor(values).detach().cpu()
-    whole = tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    require(whole, name, owner, "whole numbers", tensor.dtype, TypeError)
-    require(tensor.ndim == 1, name, owner, "one-dimensional", f"shape {tuple(tensor.shape)}")
-    return tensor.to(torch.int64, copy=True)
+    """A one-dimensional int64 tensor on the CPU, a copy; anything but whole numbers is refused."""
+    x = torch.as_tensor(values).detach().cpu()
+    is_whole = x.numel() == 0 or not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    require(is_whole, name, owner, "whole numbers", x.dtype, TypeError)
+    require(x.ndim == 1, name, owner, "one-dimensional", f"shape {tuple(x.shape)}")
+    return x.to(torch.int64, copy=True)

@@ -266,7 +266,7 @@ class Partition:
         return runs
 
     @cached_property
-    def multiple(self) -> Tensor:
+    def nonsingleton(self) -> Tensor:
         """The blocks with more than one entry: the only ones whose λ_i is defined on its own."""
         return (self.sizes > 1).nonzero().squeeze(-1)
 

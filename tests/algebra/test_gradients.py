@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from blockmean import BlockMean, Partition
-from blockmean._spectral import divided_difference
+from blockmean._linalg import divided_difference
 from support.reference import assert_close
 from support.strategies import make_definite, randn
 
@@ -113,7 +113,7 @@ def test_damping_and_scaling_are_differentiable_in_the_number() -> None:
 
 
 def test_autograd_through_eigh_is_nan_at_the_identity() -> None:
-    """Why `_spectral` has a backward of its own."""
+    """Why `_linalg` has a backward of its own."""
     A = torch.eye(3, dtype=torch.float64, requires_grad=True)
     w, Q = torch.linalg.eigh(A)
     (gradient,) = torch.autograd.grad(((Q * w.sqrt()) @ Q.mT).sum(), A)

@@ -53,7 +53,7 @@ def test_sorted_labels_are_the_same_partition_as_sizes(sizes: list[int]) -> None
 
 
 def test_blocks_with_more_than_one_entry_are_listed() -> None:
-    assert Partition.from_sizes([1, 3, 1, 2]).multiple.tolist() == [1, 3]
+    assert Partition.from_sizes([1, 3, 1, 2]).nonsingleton.tolist() == [1, 3]
 
 
 # ---------------------------------------------------------------- cutting parameters

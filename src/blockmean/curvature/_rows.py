@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from blockmean._coordinates import working
+from blockmean._linalg import to_float64
 from blockmean.curvature._problem import Chunk, Problem, Tensors, single
 
 Factor = Callable[[Tensor, Any, Tensor], tuple[Tensor, Tensor]]
@@ -25,9 +25,9 @@ class RowSums:
 
     def __init__(self, problem: Problem) -> None:
         L = problem.partition.num_blocks
-        zeros = working(torch.zeros(L, device=problem.device))
+        zeros = to_float64(torch.zeros(L, device=problem.device))
         self._partition = problem.partition
-        self._root = working(problem.partition.sizes.to(problem.device)).sqrt()
+        self._root = to_float64(problem.partition.sizes.to(problem.device)).sqrt()
         self.A, self.lam = torch.diag_embed(zeros), zeros.clone()
         self._squares = zeros.clone()  # Σ of squared deviations of draws, as `error` wants them
         self._drawn = zeros.clone()  # the part of λ that was drawn
@@ -35,8 +35,8 @@ class RowSums:
 
     def add(self, rows: Tensor, signs: Tensor | None = None, weight: float = 1.0) -> Tensor:
         """Add rows (n, d). Gives their signed variances inside blocks, (n, L)."""
-        u = working(self._partition.block_sum(rows)) / self._root  # (n, L)
-        inside = working(self._partition.block_var(rows))
+        u = to_float64(self._partition.block_sum(rows)) / self._root  # (n, L)
+        inside = to_float64(self._partition.block_var(rows))
         if signs is not None:
             inside = inside * signs.unsqueeze(-1)
         self.A += weight * (u.mT @ (u if signs is None else u * signs.unsqueeze(-1)))
@@ -100,6 +100,6 @@ def pull_back(
 
             problem.reseed()
             pulled, signs = problem.each(of_sample, part.inputs, part.targets, own)
-            inside = add(problem.flat(pulled, batch_dims=2), working(signs))
+            inside = add(problem.flat(pulled, batch_dims=2), to_float64(signs))
             problem.refuse_nonfinite(inside, "a derivative of the outputs", part)
             del pulled  # or they would still be there while the next ones are made

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 
 from blockmean._checks import require
-from blockmean._coordinates import working
+from blockmean._linalg import to_float64
 from blockmean.blocks import By
 from blockmean.curvature._norm import Products
 from blockmean.curvature._problem import Chunk, Data, LossFn, Params, Problem, Tensors, require_count, single
@@ -135,7 +135,7 @@ def _between(problem: Problem, chunk: Chunk) -> Tensor:
         T = torch.stack([push(r) for r in problem.indicators()])
     HT = vmap(_loss_hessian(problem, chunk, out))(T)
     problem.refuse_nonfinite(HT, "the loss or a derivative of it", chunk)
-    return working(T.flatten(1)) @ working(HT.flatten(1)).mT
+    return to_float64(T.flatten(1)) @ to_float64(HT.flatten(1)).mT
 
 
 def _forwards(problem: Problem, chunk: Chunk, direction: Tensors) -> Tensor:
@@ -173,8 +173,10 @@ def _agrees(problem: Problem, T: Tensor, pull: Callable[[Tensor], Tensors]) -> b
     """Whether uᵀ(JR) = (Jᵀu)ᵀR for a random u, up to rounding."""
     u = torch.randn(T.shape[1:], generator=torch.Generator().manual_seed(0)).to(T)
     partition = problem.partition
-    wanted = working(partition.block_sum(problem.flat(pull(u)))) / working(partition.sizes.to(problem.device)).sqrt()
-    T, u = working(T.flatten(1)), working(u.flatten())
+    wanted = (
+        to_float64(partition.block_sum(problem.flat(pull(u)))) / to_float64(partition.sizes.to(problem.device)).sqrt()
+    )
+    T, u = to_float64(T.flatten(1)), to_float64(u.flatten())
     return bool(((T @ u - wanted).abs() <= problem.tolerance * (T.abs() @ u.abs())).all())
 
 
@@ -201,7 +203,7 @@ def _factor(problem: Problem, out: Tensor, target: Any, noise: Tensor | None) ->
 
     pull = vjp(grad(loss), out)[1]
     units = torch.eye(out.numel(), dtype=out.dtype, device=out.device)
-    H = working(vmap(lambda e: pull(e.view_as(out))[0].flatten())(units))
+    H = to_float64(vmap(lambda e: pull(e.view_as(out))[0].flatten())(units))
     sigma, Q = torch.linalg.eigh((H + H.mT) / 2)
     if noise is None:
         return (Q * sigma.abs().sqrt()).mT, sigma.sign()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vjp
 
-from blockmean._coordinates import working
+from blockmean._linalg import to_float64
 from blockmean.blocks import By
 from blockmean.curvature._norm import Products
 from blockmean.curvature._problem import Chunk, Data, LossFn, Params, Problem, Tensors, require_count
@@ -61,7 +61,7 @@ def hessian(
         require_count(num_probes, 1, "num_probes", "hessian")
     problem = Problem("hessian", model, loss_fn, partition, params, reduction, chunk_size, generator)
     partition, products = problem.partition, Products(problem, norm_probes)
-    sizes = working(partition.sizes.to(problem.device))
+    sizes = to_float64(partition.sizes.to(problem.device))
     estimated = partition.sizes - 1 > num_probes if num_probes is not None else partition.sizes < 0
     draws = num_probes if num_probes is not None and bool(estimated.any()) else 0
     entries = problem.entries
@@ -74,7 +74,7 @@ def hessian(
             for j, r in enumerate(problem.indicators()):
                 column = partition.block_sum(product(r))
                 problem.refuse_nonfinite(column, "the loss or a derivative of it", chunk)
-                A[:, j] += working(column) / sizes.sqrt()
+                A[:, j] += to_float64(column) / sizes.sqrt()
             for i in (~estimated & (partition.sizes > 1)).nonzero().flatten().tolist():
                 for q in _centred_basis(len(entries[i])):
                     lam[i] += _form(problem, product, entries[i], q) / (len(q) - 1)
@@ -113,7 +113,7 @@ def _products(problem: Problem, chunk: Chunk) -> Callable[[Tensors], Tensor]:
 def _form(problem: Problem, product: Callable[[Tensors], Tensor], entries: Tensor, z: Tensor) -> Tensor:
     """zᵀHz for a vector z on some entries."""
     found = product(problem.tangent(entries, z))[entries.to(problem.device)]
-    return working(found) @ working(z.to(problem.device))
+    return to_float64(found) @ to_float64(z.to(problem.device))
 
 
 def _shared_forms(problem: Problem, product: Callable[[Tensors], Tensor], estimated: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def _shared_forms(problem: Problem, product: Callable[[Tensors], Tensor], estima
     partition = problem.partition
     z = problem.signs(partition.num_entries) * partition.expand(estimated.double())
     z = (z - partition.expand(partition.block_sum(z) / partition.sizes)).to(problem.device)
-    return partition.block_sum(working(z) * working(product(problem.unflat(z))))
+    return partition.block_sum(to_float64(z) * to_float64(product(problem.unflat(z))))
 
 
 def _centred_basis(size: int) -> Iterator[Tensor]:

@@ -96,7 +96,7 @@ def finish(
 ) -> Curvature:
     """The matrix with its report, from A (L, L) and λ (L,) summed over all samples."""
     partition, weight = problem.partition, problem.weight
-    several = partition.multiple.to(lam.device)
+    several = partition.nonsingleton.to(lam.device)
     # Products of vectors and matrices in another order leave A symmetric up to rounding only.
     made = Curvature._from_A(partition, weight * lam[several], weight * (A + A.mT) / 2, problem.dtype)
     lam_error = torch.zeros_like(made.lam) if lam_error is None else (weight * lam_error).to(made.lam)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from blockmean._linalg import LinAlgError, eigh
+from blockmean._linalg import LinAlgError, inverse_root_minus_identity, times
 from blockmean.optim.forms import FORMS, Form, Rule
 from blockmean.optim.layout import Component
 from blockmean.optim.optimizer import BlockMeanOptimizer, Work, assemble
@@ -62,24 +62,6 @@ def normalised(U: Tensor, n: Tensor, keep_diagonal: bool) -> Tensor:
     diagonal = torch.where(on, A.diagonal(), 1.0) if keep_diagonal else torch.ones_like(n)
     A.diagonal().copy_(diagonal)
     return A
-
-
-def inverse_root_minus_identity(A: Tensor, floor: float) -> Tensor:
-    """A^-½ − I with eigenvalues below `floor` raised to it; (L, L) or the diagonal (L,).
-
-    Eigenvalues below the rounding error of the largest are rounding errors themselves, and are raised to it as well.
-    Raises `LinAlgError` where even a second try with a little jitter does not converge.
-    """
-    if A.ndim == 1:
-        return A.clamp(min=floor).rsqrt_().sub_(1)
-    w, Q = eigh(A)
-    noise = torch.finfo(A.dtype).eps * w.max()
-    return (Q * (w.clamp(min=floor).maximum(noise).rsqrt() - 1)) @ Q.mT
-
-
-def times(matrix: Tensor, x: Tensor) -> Tensor:
-    """The product of a matrix, or of the diagonal matrix that a vector stands for, with x, (L,)."""
-    return matrix * x if matrix.ndim == 1 else matrix @ x
 
 
 def capped(c: Tensor, diagonal: Tensor, weight: Tensor, cap: float) -> Tensor:
