@@ -131,8 +131,8 @@ def beside_full_matrix(count: int, repetitions: int, data_dir: Path | None) -> d
         "seconds": {key: summary(own) for key, own in samples.items()},
         "ratio_to_gradients": ratios(samples, YARDSTICK),
         "relative_difference": {
-            "A": float((a.A - b.A).norm() / b.A.norm()),
-            "lam": float((a.lam - b.lam).norm() / b.lam.norm()),
+            "A": float((a.matrix.A - b.A).norm() / b.A.norm()),
+            "lam": float((a.matrix.lam - b.lam).norm() / b.lam.norm()),
         },
     }
 
@@ -203,7 +203,7 @@ def main() -> None:
     out = arguments.out or (None if arguments.quick else RESULTS)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import json
 import math
@@ -303,6 +304,56 @@ def test_wrong_arguments_are_refused_and_leave_no_hook(options, error, message):
     assert not optimizer._optimizer_step_post_hooks
 
 
+class Wrapper:
+    """As accelerate and transformers make: the optimizer is an attribute, and `step` calls it."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+
+def test_a_wrapped_optimizer_is_recorded():
+    optimizer, train = task()
+    recorder = CouplingRecorder(Wrapper(Wrapper(optimizer)), every=1)
+    assert recorder.optimizer is optimizer
+    train(2)
+    assert recorder.history[0]["steps"] == [1, 2]
+
+
+def test_numbers_that_are_not_finite_are_null_in_json_and_empty_in_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    optimizer, train = task()
+    recorder = CouplingRecorder(optimizer, every=1)
+    real = optimizer.block_statistics
+
+    def broken():
+        (found,) = real()
+        A = found.A.clone()
+        A[0], A[1] = math.nan, math.inf
+        nan = torch.full_like(found.change, math.nan)
+        return [dataclasses.replace(found, A=A, change=nan)]
+
+    monkeypatch.setattr(optimizer, "block_statistics", broken)
+    train(1)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    (kept,) = json.loads(recorder.save(tmp_path / "course.json").read_text(), parse_constant=refuse)
+    assert kept["diagonal"][0][:2] == [None, None]
+    assert kept["diagonal"][0][2] > 0
+    assert kept["correction_share"] == [None]
+    with recorder.save(tmp_path / "course.csv").open() as file:
+        first = next(csv.DictReader(file))
+    assert (first["A_ii"], first["correction_share"]) == ("", "")
+    assert "0.weight[2]" in labels(recorder.draw().axes[0])
+
+
 def test_other_optimizers_are_refused():
     with pytest.raises(TypeError, match=r"must be an optimizer of blockmean. Got 'SGD'"):
         CouplingRecorder(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    wrapper = Wrapper(None)
+    wrapper.optimizer = wrapper
+    with pytest.raises(TypeError, match=r"must be an optimizer of blockmean. Got 'Wrapper'"):
+        CouplingRecorder(wrapper)
