@@ -1,7 +1,7 @@
 """Pictures of matrices and of the coupling between blocks.
 
 _blocks.py        blocks: a matrix as coloured cells, with the boundaries of its blocks
-_coupling.py      coupling: the correlation between blocks as a heat map, beside the scale of each block
+_coupling.py      coupling: the correlation between blocks as a heat map, next to the scale of each block
 _block_matrix.py  correlation, and the matrix A of any source
 _recorder.py      CouplingRecorder: how an optimizer's matrices change in training, and TensorBoard
 _history.py       the records of one matrix, and their picture
