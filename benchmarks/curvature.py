@@ -1,4 +1,4 @@
-"""What the empirical Fisher matrix costs beside the per-sample gradients it is made of, and what memory it takes.
+"""What the empirical Fisher matrix costs compared with the per-sample gradients it is made of, and its memory.
 
     python benchmarks/curvature.py [--data-dir DIR]   # minutes, writes benchmarks/results/curvature.json
     python benchmarks/curvature.py --quick            # seconds, to see that it works; writes to --out alone
@@ -92,7 +92,7 @@ def time(name: str, count: int, repetitions: int, data_dir: Path | None) -> dict
 
 
 def beside_full_matrix(count: int, repetitions: int, data_dir: Path | None) -> dict[str, Any] | None:
-    """The small net, where the full matrix is possible: ours beside that of curvlinops; None where it is not installed.
+    """The small net, where the full matrix is possible: ours against that of curvlinops; None if it is not installed.
 
     It multiplies with the identity, and the block mean is then cut out of its 322×322 matrix. Both in float64.
     """
@@ -131,8 +131,8 @@ def beside_full_matrix(count: int, repetitions: int, data_dir: Path | None) -> d
         "seconds": {key: summary(own) for key, own in samples.items()},
         "ratio_to_gradients": ratios(samples, YARDSTICK),
         "relative_difference": {
-            "A": float((a.A - b.A).norm() / b.A.norm()),
-            "lam": float((a.lam - b.lam).norm() / b.lam.norm()),
+            "A": float((a.matrix.A - b.A).norm() / b.A.norm()),
+            "lam": float((a.matrix.lam - b.lam).norm() / b.lam.norm()),
         },
     }
 
@@ -203,7 +203,7 @@ def main() -> None:
     out = arguments.out or (None if arguments.quick else RESULTS)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -95,16 +95,16 @@ def look(model: nn.Module, samples: Batch, count: int, by: str = "tensor") -> cu
 def numbers(F: curvature.Curvature) -> dict[str, Any]:
     """What the page quotes: A, and per block how far its gradients have a direction in common, A_ii over the mean of
     the diagonal of F in the block: 1 without any, s_i where all entries are always equal."""
-    diagonal = F.lam + F.B.diagonal()
+    diagonal = F.matrix.lam + F.matrix.B.diagonal()
     return {
-        "blocks": list(F.partition.names),
+        "blocks": list(F.names),
         "sizes": F.partition.sizes.tolist(),
         "samples": F.report.samples,
         "explained": F.report.explained,
         "explained_error": F.report.explained_error,
-        "common": _rounded(F.A.diagonal() / diagonal),
+        "common": _rounded(F.matrix.A.diagonal() / diagonal),
         "mean_diagonal": _rounded(diagonal),
-        "A": _rounded(F.A),
+        "A": _rounded(F.matrix.A),
         "correlation": _rounded(plot.correlation(F)),
     }
 
@@ -146,7 +146,7 @@ def draw(out: Path) -> list[Path]:
             record[f"{task}, {state}"] = {"loss": loss, **numbers(F)}
     record["MLP"] = {how: _inputs(how) for how in ("raw", "normalised", "centred")}
     written.append(out / "curvature.json")
-    written[-1].write_text(json.dumps(record, ensure_ascii=False) + "\n")
+    written[-1].write_text(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
     return written
 
 

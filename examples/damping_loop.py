@@ -3,17 +3,17 @@
     python examples/damping_loop.py
 
 Every step trusts the quadratic model m(Δ) = f + gᵀΔ + ½ΔᵀGΔ, G the block mean of the generalised Gauss-Newton matrix,
-as far as it has deserved it. With Δ = −(G + δI)⁻¹g and the gain ratio
+only as far as its last prediction was good. With Δ = −(G + δI)⁻¹g and the gain ratio
 
-    ρ = (what the loss really lost) / (what the model foretold)
+    ρ = (decrease of the loss) / (decrease that the model predicted)
 
-the damping δ is raised where ρ < ¼, lowered where ρ > ¾, and a step that would raise the loss is not taken. There is no
-learning rate. Beside it stands gradient descent with a line search, for as many steps: it too has nothing to tune.
+the loop raises the damping δ where ρ < ¼, lowers it where ρ > ¾, and skips a step that would raise the loss. There is
+no learning rate. For comparison, gradient descent with a line search takes as many steps: it too has nothing to tune.
 
-The loop does what it promises: the loss falls at every step that is taken, and δ finds its place. It is no argument for
-the block mean as a model of the loss, though: a line search along the plain gradient gets as far or further. The last
-lines say why: along the gradient the exact G is several times its block mean, because inside a block the gradient does
-not avoid the directions of large curvature, while λ_i is their mean over all directions. So ρ keeps δ high.
+The loop works: the loss falls at every step it takes, and δ settles. It is no argument for the block mean as a model of
+the loss, though: a line search along the plain gradient gets as far or further. The last lines show why: along the
+gradient the exact G is several times its block mean, because inside a block the gradient does not avoid the directions
+of large curvature, while λ_i is the mean over all directions. So ρ keeps δ high.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def gauss_newton(task: Task, damping: float = 1.0) -> list[Step]:
     steps: list[Step] = []
     loss, moved = task.loss(), True
     for _ in range(STEPS):
-        if moved:  # after a step that was not taken, gradient and matrix are still those of this place
+        if moved:  # after a skipped step, gradient and matrix are still the same
             theta, g = task.theta, task.gradient()
-            G = curvature.ggn(task.model, cross_entropy, (task.x, task.y), PARTITION)
+            G = curvature.ggn(task.model, cross_entropy, (task.x, task.y), PARTITION).matrix
         step = -G.damped(damping).solve(g)
-        foretold = -float(g @ step + step @ (G @ step) / 2)
+        predicted = -float(g @ step + step @ (G @ step) / 2)
         after = task.loss(theta + step)
-        ratio = (loss - after) / foretold
+        ratio = (loss - after) / predicted
         moved = ratio > 0
         if moved:
             task.move(theta + step)
@@ -102,13 +102,14 @@ def curvature_along_gradient(task: Task) -> tuple[float, float]:
     """gᵀGg / gᵀg with the exact G, and with its block mean."""
     g = task.gradient()
     given = task.model, cross_entropy, (task.x, task.y)
-    exact = curvature.fisher(*given, "element")  # one block per parameter; the Gauss-Newton matrix of cross-entropy
-    approximate = curvature.ggn(*given, PARTITION)
+    # One block per parameter is the whole matrix; of cross-entropy, it is the Gauss-Newton matrix.
+    exact = curvature.fisher(*given, "element").matrix
+    approximate = curvature.ggn(*given, PARTITION).matrix
     return float(g @ (exact @ g) / (g @ g)), float(g @ (approximate @ g) / (g @ g))
 
 
 def gradient_descent(task: Task, length: float = 1.0) -> list[float]:
-    """Losses after each step, its length the best of those that doubling and halving the last one lead to."""
+    """Losses after each step, its length found by doubling and halving the last one."""
     losses = []
     for _ in range(STEPS):
         theta, g = task.theta, task.gradient()
@@ -122,7 +123,7 @@ def gradient_descent(task: Task, length: float = 1.0) -> list[float]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # on a net this small more only get in each other's way
+    torch.set_num_threads(1)  # more do not help on a net this small
     for seed in SEEDS:
         start = time.perf_counter()
         task = Task(seed)

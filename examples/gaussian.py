@@ -4,10 +4,10 @@
 
 The log-density of N(0, Σ) needs Σ⁻¹x and log det Σ, a sample Σ^½z: Theorem 1, the eigenvalues, Lemma 1.
 
-The block mean of the sample covariance C is the maximum-likelihood estimate. Σ is a block-mean matrix exactly if its
-inverse P is, so tr(PC) = tr(P E(C)), E being self-adjoint: the log-likelihood −N/2 (log det Σ + tr(Σ⁻¹C)) sees nothing
-of C but E(C). It is strictly concave in P, and its gradient in P is N/2 (P⁻¹ − E(C)): it vanishes at Σ = E(C) alone.
-That is positive definite, with probability one, from as few as L samples on, however many the entries.
+The block mean of the sample covariance C is the maximum-likelihood estimate. Σ is a block-mean matrix if and only
+if its inverse P is, so tr(PC) = tr(P E(C)), as E is self-adjoint: the log-likelihood −N/2 (log det Σ + tr(Σ⁻¹C))
+depends on C only through E(C). It is strictly concave in P, and its gradient in P is N/2 (P⁻¹ − E(C)): it vanishes only
+at Σ = E(C). With L samples or more that is positive definite with probability one, however many entries there are.
 
 Observations in groups are such a Gaussian: if y_k = f(t_i) + noise for every k in group i, with a Gaussian process f,
 the covariance of y is K(t_i, t_j) between groups i and j plus the noise on the diagonal: a block-mean matrix exactly.

@@ -1,4 +1,4 @@
-"""One Newton step and one natural-gradient step in block-mean form, beside the gradient and the exact steps.
+"""One Newton step and one natural-gradient step in block-mean form, compared with the gradient and the exact steps.
 
     python examples/newton_and_natural_gradient.py
 
@@ -9,7 +9,7 @@ for the exact matrices, which are block means with one block per parameter. The 
     natural gradient    (F + δI)⁻¹ g,    F the Fisher matrix, equal to the Gauss-Newton matrix of cross-entropy
     Newton              (|H| + δI)⁻¹ g,  H the Hessian; it is indefinite, so its eigenvalues are taken without sign
 
-with δ a tenth of the mean eigenvalue. A direction says nothing about how far to go, so all go equally far: once until
+with δ a tenth of the mean eigenvalue. A direction does not say how far to go, so all go equally far: once until
 the predictions have changed by the same amount, KL(before ‖ after) = 0.01 on average over the images, and once to the
 lowest loss on their line.
 """
@@ -28,13 +28,13 @@ from blockmean import BlockMean, curvature
 from blockmean.lab import data, models
 
 IMAGES = 200
-WARM_UP = (0, 60)  # steps of Adam before the step that is looked at
+WARM_UP = (0, 60)  # steps of Adam before the step
 DAMPING = 0.1  # of the mean eigenvalue
 RADIUS = 0.01  # KL
 
 
 class Line(NamedTuple):
-    """What a direction achieved."""
+    """The losses along a direction."""
 
     blocks: int | None
     at_radius: float  # the loss where KL = RADIUS
@@ -103,22 +103,22 @@ def _length(change: Callable[[float], float], radius: float) -> float:
 
 
 def compare(warm_up: int) -> tuple[float, dict[str, Line]]:
-    """The loss to start from, and what every direction made of it."""
+    """The loss at the start, and the losses along every direction."""
     problem = Problem(warm_up)
     given = problem.model, cross_entropy, (problem.x, problem.y)
     lines = {"gradient": problem.follow(problem.gradient, None)}
     for by in ("tensor", "unit", "kernel", "element"):
-        F = curvature.fisher(*given, partition=by)
+        F = curvature.fisher(*given, partition=by).matrix
         lines[f"natural gradient, {by}"] = problem.follow(problem.precondition(F), F.partition.num_blocks)
     for by in ("tensor", "element"):
-        H = curvature.hessian(*given, partition=by, num_probes=4)
+        H = curvature.hessian(*given, partition=by, num_probes=4).matrix
         step = problem.precondition(H.apply(torch.abs))
         lines[f"Newton, {by}"] = problem.follow(step, H.partition.num_blocks)
     return problem.loss(), lines
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # on a net this small more only get in each other's way
+    torch.set_num_threads(1)  # more do not help on a net this small
     for warm_up in WARM_UP:
         loss, lines = compare(warm_up)
         print(f"After {warm_up} steps of Adam the loss is {loss:.4f}. What one step takes off it:")

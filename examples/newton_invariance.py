@@ -1,17 +1,17 @@
-"""Newton's method does not mind how its parameters are written; which freedom does its block mean keep?
+"""Newton's method works the same in all linear coordinates. In which does its block mean?
 
     python examples/newton_invariance.py
 
 The paper's appendix: let ξ = Tθ with an invertible T, and minimise g(θ) = f(Tθ) instead of f(ξ). The Hessian of g is
-TᵀHT and its gradient Tᵀ∇f, so that Newton's iterates obey ξ_t = Tθ_t for ever. A preconditioner that is a rule
-C(H) for the place of H keeps this exactly if C(TᵀHT) = TᵀC(H)T for every H.
+TᵀHT and its gradient Tᵀ∇f, so Newton's iterates always satisfy ξ_t = Tθ_t. With a preconditioner C(H) in place of H
+this holds if and only if C(TᵀHT) = TᵀC(H)T for every H.
 
 The block mean E(H) is the average of PᵀHP over all permutations P inside blocks. A block-mean matrix T commutes with
 every such P, so E(TᵀHT) = TᵀE(H)T: one scale per block, or any mixing of whole blocks. An orthogonal T that keeps block
 sums and turns the directions inside each block that sum to zero maps block-mean matrices to themselves, and so it
 commutes with the orthogonal projection E as well. Products of the two are allowed, and exchanging the directions that
-sum to zero between blocks of equal size; nothing else is (`docs/curvature.md` has the argument). A scale of its own for
-every entry, which a diagonal preconditioner absorbs, is not among them.
+sum to zero between blocks of equal size; nothing else is (`docs/curvature.md` has the argument). A separate scale
+for every entry, which a diagonal preconditioner absorbs, is not among them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def convex(random: torch.Generator) -> Loss:
 
 
 def reparametrisations(random: torch.Generator) -> dict[str, Tensor]:
-    """Matrices T, (d, d), from the least to the most that a method may have to bear."""
+    """Matrices T, (d, d), from the mildest to the most general."""
     L, s = PARTITION.num_blocks, PARTITION.sizes
     mixing = BlockMean(PARTITION, 1 + torch.rand(L, generator=random).double(), 0.3 * _normal(random, L, L))
     turns = torch.block_diag(*(_turn(int(size), random) for size in s))
@@ -76,7 +76,7 @@ def iterates(loss: Loss, start: Tensor, direction: Direction) -> Tensor:
 
 
 def table() -> dict[str, dict[str, float]]:
-    """Under every reparametrisation and for every method the largest ‖ξ_t − Tθ_t‖, over the way that ξ_t has gone."""
+    """The largest ‖ξ_t − Tθ_t‖ over the distance from ξ_0 to the last ξ_t, for every T and every method."""
     random = torch.Generator().manual_seed(0)
     loss, start = convex(random), 0.3 * _normal(random, D)
     before = {method: iterates(loss, start, direction) for method, direction in METHODS.items()}
@@ -91,7 +91,7 @@ def table() -> dict[str, dict[str, float]]:
 
 
 def _turn(size: int, random: torch.Generator) -> Tensor:
-    """A random orthogonal matrix that leaves the vector of ones where it is, (size, size)."""
+    """A random orthogonal matrix that keeps the vector of ones, (size, size)."""
     ones = torch.full((size, 1), size**-0.5, dtype=torch.float64)
     basis = torch.linalg.qr(torch.cat([ones, _normal(random, size, size - 1)], 1))[0]
     inside = torch.linalg.qr(_normal(random, size - 1, size - 1))[0]

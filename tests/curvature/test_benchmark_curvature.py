@@ -17,7 +17,7 @@ def test_the_quick_run_writes_a_whole_record(tmp_path: Path):
     record = json.loads(out.read_text())
     assert record["environment"]["threads"] == 1
     time = record["time"]
-    assert (time["d"], time["L"], time["images"]) == (322, {"tensor": 10, "unit": 27}, "random")
+    assert (time["d"], time["L"], time["images"]) == (322, {"tensor": 10, "unit": 44}, "random")
     ratio = time["ratio_to_gradients"]
     assert ratio["per-sample gradients"]["median"] == 1
     assert set(ratio) == set(time["seconds"])

@@ -72,9 +72,9 @@ def dense(name, model, loss_fn, x, y, params=None):
 def assert_block_mean_of(found, M, tolerance=TOLERANCE):
     blocks = reference.blocks_of(found.partition.labels.tolist())
     lam, B = reference.proposition_1(M, blocks)
-    reference.assert_close(found.lam, lam, tolerance)
-    reference.assert_close(found.B, B, tolerance)
-    reference.assert_close(found.A, reference.canonical(lam, B, blocks), tolerance)
+    reference.assert_close(found.matrix.lam, lam, tolerance)
+    reference.assert_close(found.matrix.B, B, tolerance)
+    reference.assert_close(found.matrix.A, reference.canonical(lam, B, blocks), tolerance)
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def problem():
 def test_equals_proposition_1_on_the_dense_matrix(name, by, problem):
     model, x, y = problem
     found = EXACT[name](model, F.cross_entropy, (x, y), by)
-    assert isinstance(found, BlockMean)
-    assert found.dtype == torch.float64
+    assert isinstance(found.matrix, BlockMean)
+    assert found.matrix.dtype == torch.float64
     assert found.partition == Partition.of(model, by)
     M = dense(name, model, F.cross_entropy, x, y) / len(x)
     assert np.abs(np.diag(M)).min() > 0
@@ -116,8 +116,8 @@ def test_a_sum_is_n_times_the_mean(name, problem):
     model, x, y = problem
     mean = EXACT[name](model, nn.CrossEntropyLoss(), (x, y))
     total = EXACT[name](model, nn.CrossEntropyLoss(reduction="sum"), (x, y), reduction="sum")
-    reference.assert_close((mean * 7).A, total.A, 1e-12)
-    reference.assert_close((mean * 7).lam, total.lam, 1e-12)
+    reference.assert_close((mean.matrix * 7).A, total.matrix.A, 1e-12)
+    reference.assert_close((mean.matrix * 7).lam, total.matrix.lam, 1e-12)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -138,8 +138,8 @@ def test_chunks_change_nothing_but_rounding(name, problem):
     whole = EXACT[name](model, F.cross_entropy, (x, y), "unit")
     for chunk_size in (1, 3, 7, 100):
         parts = EXACT[name](model, F.cross_entropy, (x, y), "unit", chunk_size=chunk_size)
-        reference.assert_close(parts.A, whole.A, 1e-12)
-        reference.assert_close(parts.lam, whole.lam, 1e-12)
+        reference.assert_close(parts.matrix.A, whole.matrix.A, 1e-12)
+        reference.assert_close(parts.matrix.lam, whole.matrix.lam, 1e-12)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -235,8 +235,8 @@ def test_models_with_several_inputs(name):
     by_keyword = EXACT[name](
         model, F.cross_entropy, [({"z": z[:2], "x": x[:2]}, y[:2]), ({"z": z[2:], "x": x[2:]}, y[2:])]
     )
-    reference.assert_close(positional.A, by_keyword.A, 1e-12)
-    reference.assert_close(positional.lam, by_keyword.lam, 1e-12)
+    reference.assert_close(positional.matrix.A, by_keyword.matrix.A, 1e-12)
+    reference.assert_close(positional.matrix.lam, by_keyword.matrix.lam, 1e-12)
 
 
 def test_float32_agrees_with_float64(problem):
@@ -244,9 +244,9 @@ def test_float32_agrees_with_float64(problem):
     for name, function in EXACT.items():
         exact = function(model, F.cross_entropy, (x, y), "unit")
         single = function(copy.deepcopy(model).float(), F.cross_entropy, (x.float(), y), "unit")
-        assert single.dtype == torch.float32, name
-        reference.assert_close(single.A.double(), exact.A, 1e-5)
-        reference.assert_close(single.lam.double(), exact.lam, 1e-5)
+        assert single.matrix.dtype == torch.float32, name
+        reference.assert_close(single.matrix.A.double(), exact.matrix.A, 1e-5)
+        reference.assert_close(single.matrix.lam.double(), exact.matrix.lam, 1e-5)
 
 
 def test_batch_normalisation_that_is_evaluated():
@@ -313,8 +313,8 @@ def test_architectures(name, architecture):
     exact = ~found.report.estimated
     lam, B = reference.proposition_1(M, reference.blocks_of(found.partition.labels.tolist()))
     A = reference.canonical(lam, B, reference.blocks_of(found.partition.labels.tolist()))
-    reference.assert_close(found.A, A, TOLERANCE)
-    reference.assert_close(found.lam[exact], lam[exact.numpy()], TOLERANCE)
+    reference.assert_close(found.matrix.A, A, TOLERANCE)
+    reference.assert_close(found.matrix.lam[exact], lam[exact.numpy()], TOLERANCE)
 
 
 def test_half_precision_parameters_give_a_float32_matrix():
@@ -323,8 +323,8 @@ def test_half_precision_parameters_give_a_float32_matrix():
     for name, function in EXACT.items():
         found = function(model, F.cross_entropy, (x, y), "unit")
         exact = function(copy.deepcopy(model).double(), F.cross_entropy, (x.double(), y), "unit")
-        assert found.dtype == torch.float32, name
-        reference.assert_close(found.A.double(), exact.A, 0.05)  # bfloat16 has 8 bits
+        assert found.matrix.dtype == torch.float32, name
+        reference.assert_close(found.matrix.A.double(), exact.matrix.A, 0.05)  # bfloat16 has 8 bits
 
 
 # ---------------------------------------------------------------- an independent library

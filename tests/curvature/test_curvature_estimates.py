@@ -62,15 +62,15 @@ def test_estimates_are_unbiased_and_their_standard_errors_honest(name, chunk_siz
     estimate, exact = ESTIMATORS[name]
     truth = exact(*problem[:1], F.cross_entropy, problem[1:])
     found = runs(estimate, problem, "tensor", chunk_size=chunk_size)
-    assert_unbiased([M.lam for M in found], truth.lam)
-    assert_unbiased([M.A for M in found], truth.A)
+    assert_unbiased([M.matrix.lam for M in found], truth.matrix.lam)
+    assert_unbiased([M.matrix.A for M in found], truth.matrix.A)
     estimated = found[0].report.estimated
     assert estimated.any()
     assert (found[0].report.lam_error[~estimated] == 0).all()
-    spread = torch.stack([M.lam for M in found]).std(0)
+    spread = torch.stack([M.matrix.lam for M in found]).std(0)
     told = torch.stack([M.report.lam_error for M in found]).square().mean(0).sqrt()
-    varies = spread > 1e-10 * truth.lam.max()  # drawing outputs happens to be exact for the last layer
-    assert (told[~varies] <= 1e-10 * truth.lam.max()).all()
+    varies = spread > 1e-10 * truth.matrix.lam.max()  # drawing outputs happens to be exact for the last layer
+    assert (told[~varies] <= 1e-10 * truth.matrix.lam.max()).all()
     spread, told = spread[varies], told[varies]
     # Both are estimates of one standard deviation from 100 runs: within a factor 1.6 of each other.
     assert (told > spread / 1.6).all()
@@ -85,8 +85,8 @@ def test_sampled_targets_of_a_gaussian(name, problem):
     y = torch.zeros(7, 5, dtype=torch.float64)
     truth = exact(model, F.mse_loss, (x, y))
     found = runs(estimate, (model, x, y), "tensor", F.mse_loss)
-    assert_unbiased([M.lam for M in found], truth.lam)
-    assert_unbiased([M.A for M in found], truth.A)
+    assert_unbiased([M.matrix.lam for M in found], truth.matrix.lam)
+    assert_unbiased([M.matrix.A for M in found], truth.matrix.A)
 
 
 def test_drawing_outputs_of_a_loss_that_is_not_convex():
@@ -98,7 +98,9 @@ def test_drawing_outputs_of_a_loss_that_is_not_convex():
         return (torch.sin(2 * out) * target).sum(1).mean()
 
     truth = ggn(model, loss_fn, (x, y))
-    assert_unbiased([M.lam for M in runs(partial(ggn, num_probes=1), (model, x, y), "tensor", loss_fn)], truth.lam)
+    assert_unbiased(
+        [M.matrix.lam for M in runs(partial(ggn, num_probes=1), (model, x, y), "tensor", loss_fn)], truth.matrix.lam
+    )
 
 
 def test_labels_of_several_positions_are_drawn_independently():
@@ -107,7 +109,7 @@ def test_labels_of_several_positions_are_drawn_independently():
     x, y = torch.randn(3, 2, 5).double(), torch.randint(3, (3, 4))
     truth = fisher(model, F.cross_entropy, (x, y))
     found = runs(partial(fisher, labels="sampled"), (model, x, y), "tensor")
-    assert_unbiased([M.A for M in found], truth.A)
+    assert_unbiased([M.matrix.A for M in found], truth.matrix.A)
 
 
 def test_small_blocks_are_exact_where_that_costs_no_more_than_probes(problem):
@@ -116,7 +118,7 @@ def test_small_blocks_are_exact_where_that_costs_no_more_than_probes(problem):
     mixed = hessian(model, F.cross_entropy, (x, y), num_probes=4)
     small = exact.partition.sizes <= 5
     assert mixed.report.estimated.tolist() == (~small).tolist()
-    reference.assert_close(mixed.lam[small], exact.lam[small])
+    reference.assert_close(mixed.matrix.lam[small], exact.matrix.lam[small])
     assert (mixed.report.lam_error[small] == 0).all()
     assert (mixed.report.lam_error[~small] > 0).all()
 
@@ -138,7 +140,7 @@ def test_probes_of_their_own_keep_small_blocks_clear_of_large_neighbours():
     options = {"num_probes": 8, "generator": None}
     own = hessian(Quadratic(), lambda out, _: 0.5 * out.square().mean(), (x, x), **options)
     shared = hessian(Quadratic(), lambda out, _: 0.5 * out.square().mean(), (x, x), share_probes=True, **options)
-    assert own.report.lam_error[0] < math.sqrt(2 / 8) * d / (d - 1) * own.lam[0]
+    assert own.report.lam_error[0] < math.sqrt(2 / 8) * d / (d - 1) * own.matrix.lam[0]
     assert shared.report.lam_error[0] > 20 * own.report.lam_error[0]
 
 
@@ -146,9 +148,9 @@ def test_the_same_generator_gives_the_same_numbers_and_none_is_a_fixed_one(probl
     model, x, y = problem
     for estimate, _ in ESTIMATORS.values():
         first, second = (estimate(model, F.cross_entropy, (x, y)) for _ in range(2))
-        assert torch.equal(first.lam, second.lam)
+        assert torch.equal(first.matrix.lam, second.matrix.lam)
         other = estimate(model, F.cross_entropy, (x, y), generator=torch.Generator().manual_seed(5))
-        assert not torch.equal(first.lam, other.lam)
+        assert not torch.equal(first.matrix.lam, other.matrix.lam)
 
 
 # ---------------------------------------------------------------- what the block mean explains
@@ -163,7 +165,7 @@ def test_the_explained_share_of_the_norm(function, chunk_size, problem):
     assert dense.report.explained == pytest.approx(1, abs=1e-12)
     exact = {"num_probes": None} if function in (ggn, hessian) else {}
     found = function(model, F.cross_entropy, (x, y), norm_probes=400, chunk_size=chunk_size, **exact)
-    truth = float(found.norm() / dense.norm()) ** 2
+    truth = float(found.matrix.norm() / dense.matrix.norm()) ** 2
     error = found.report.explained_error
     assert 0 < error < 0.1
     assert abs(found.report.explained - truth) < SIGMAS * error
@@ -198,14 +200,19 @@ def test_the_report_says_what_was_done(problem):
     assert sampled.report.lam_error.isnan().all()
 
 
-def test_matrices_computed_from_it_have_no_report(problem):
+def test_curvature_has_a_matrix_and_a_report(problem):
     model, x, y = problem
-    M = empirical_fisher(model, F.cross_entropy, (x, y))
-    inverse = M.damped(1.0).inverse()
-    assert isinstance(M + M, BlockMean)
-    reference.assert_close(reference.dense(inverse) @ reference.dense(M.damped(1.0)), torch.eye(53).double())
-    with pytest.raises(AttributeError, match="only the latter has a report"):
-        _ = M.T.report
+    found = empirical_fisher(model, F.cross_entropy, (x, y))
+    assert type(found.matrix) is BlockMean
+    assert found.partition is found.matrix.partition is found.report.partition
+    assert found.names == found.matrix.partition.names
+    assert str(found) == str(found.report)
+    assert repr(found) == f"Curvature(empirical Fisher, {found.matrix!r})"
+    damped = found.matrix.damped(1.0)
+    reference.assert_close(reference.dense(damped.inverse()) @ reference.dense(damped), torch.eye(53).double())
+    assert not hasattr(found, "solve")  # of the algebra, everything is in `matrix`
+    with pytest.raises(AttributeError, match="cannot assign"):
+        found.report = None
 
 
 # ---------------------------------------------------------------- memory

@@ -81,9 +81,9 @@ def test_ignored_labels_are_not_sampled():
     assert sampled.report.equation == first.report.equation
     truth = fisher(model, F.cross_entropy, (x[..., :2], y[:, :1]))
     seeds = [torch.Generator().manual_seed(seed) for seed in range(100)]
-    A = torch.stack([fisher(model, F.cross_entropy, (x, y), labels="sampled", generator=g).A for g in seeds])
+    A = torch.stack([fisher(model, F.cross_entropy, (x, y), labels="sampled", generator=g).matrix.A for g in seeds])
     # Off by more than 5 standard errors of 100 runs in one of a million cases.
-    assert ((A.mean(0) - truth.A).abs() <= 5 * A.std(0) / 10 + 1e-12).all()
+    assert ((A.mean(0) - truth.matrix.A).abs() <= 5 * A.std(0) / 10 + 1e-12).all()
 
 
 @each
@@ -97,7 +97,7 @@ def test_several_inputs_need_no_list_of_batches(function):
     z = x.cos()
     expected = function(model, F.cross_entropy, [((x, z), y)])
     for inputs in ((x, z), {"x": x, "z": z}):
-        assert torch.equal(function(model, F.cross_entropy, (inputs, y)).A, expected.A)
+        assert torch.equal(function(model, F.cross_entropy, (inputs, y)).matrix.A, expected.matrix.A)
 
 
 @each
@@ -105,7 +105,7 @@ def test_names_from_an_iterator(function):
     model, x, y = classifier(), torch.eye(3).double(), torch.arange(3)
     names = ["0.weight", "2.bias"]
     found = function(model, F.cross_entropy, (x, y), params=iter(names))
-    assert torch.equal(found.A, function(model, F.cross_entropy, (x, y), params=names).A)
+    assert torch.equal(found.matrix.A, function(model, F.cross_entropy, (x, y), params=names).matrix.A)
     with pytest.raises(ValueError, match=r"names out of model.named_parameters\(\). Got \['Parameter', 'Parameter'\]"):
         function(model, F.cross_entropy, (x, y), params=model[0].parameters())
 
@@ -198,9 +198,9 @@ def test_odd_layers(name, layer):
     M = dense(name, model, F.cross_entropy, x, y) / 4
     blocks = reference.blocks_of(found.partition.labels.tolist())
     lam, B = reference.proposition_1(M, blocks)
-    reference.assert_close(found.A, reference.canonical(lam, B, blocks), 1e-8)
+    reference.assert_close(found.matrix.A, reference.canonical(lam, B, blocks), 1e-8)
     exact = ~found.report.estimated
-    reference.assert_close(found.lam[exact], lam[exact.numpy()], 1e-8)
+    reference.assert_close(found.matrix.lam[exact], lam[exact.numpy()], 1e-8)
 
 
 # ---------------------------------------------------------------- losses that are not what they are said to be
@@ -237,6 +237,103 @@ def test_class_weights_are_noticed_in_sorted_data(function, batch_size):
         function(classifier(), weighted, zip(x.split(batch_size), y.split(batch_size), strict=True))
 
 
+def padded(seed, n, dtype=torch.float64):
+    """Sequences of different lengths, padded with ignored labels."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 6, (n,), generator=random)
+    lengths[0], lengths[-1] = 2, 4
+    x, y = sequences(n, 6, seed)
+    y[torch.arange(5) >= lengths.unsqueeze(1)] = -100
+    return x.to(dtype), y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("head", ["random", "zero"])
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_every_padded_data_set_is_refused(dtype, head, chunk_size):
+    """A mean over all tokens weighs long sequences more, even where halves balance or all losses are equal."""
+    model = tagger().to(dtype)
+    if head == "zero":
+        nn.init.zeros_(model[2].weight)
+        nn.init.zeros_(model[2].bias)
+    for seed in range(200):
+        function = FUNCTIONS[seed % 4]
+        with pytest.raises(ValueError, match="neither the mean nor the sum"):
+            function(model, F.cross_entropy, padded(seed, 4 + seed % 21, dtype), chunk_size=chunk_size)
+
+
+@by_name
+def test_padded_data_as_a_sum(name):
+    model, (x, y) = tagger(), padded(0, 5)
+    total = partial(F.cross_entropy, reduction="sum")
+    found = EXACT[name](model, total, (x, y), "unit", reduction="sum")
+    assert_block_mean_of(found, dense(name, model, total, x, y))
+
+
+@each
+def test_a_sample_without_any_label_is_refused(function):
+    x, y = sequences(4, 5)
+    y[2] = -100
+    with pytest.raises(ValueError, match="neither the mean nor the sum"):
+        function(tagger(), F.cross_entropy, (x, y))
+
+
+@pytest.mark.parametrize("name", ["empirical_fisher", "ggn", "hessian"])
+def test_class_weights_as_a_sum(name):
+    x, y = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).double(), torch.arange(6) % 3
+    weighted = partial(F.cross_entropy, weight=torch.tensor([1.0, 5.0, 0.1]).double(), reduction="sum")
+    found = EXACT[name](classifier(), weighted, (x, y), reduction="sum")
+    assert_block_mean_of(found, dense(name, classifier(), weighted, x, y))
+
+
+@each
+@pytest.mark.parametrize("margin", [2.0, 9.0, 14.0, 20.0, 120.0])
+def test_well_fitted_nets_are_not_refused(function, margin):
+    """Losses and gradients that are all rounding in float32 are no contradiction."""
+    model = nn.Linear(3, 3)
+    with torch.no_grad():
+        model.weight.copy_(margin * torch.eye(3))
+    x = torch.eye(3).repeat(5, 1) + 0.01 * torch.randn(15, 3, generator=torch.Generator().manual_seed(0))
+    function(model, F.cross_entropy, (x, torch.arange(15) % 3))
+    function(model, F.mse_loss, (x, 1.001 * model(x).detach()))
+
+
+def test_where_labels_are_missing_late_gauss_newton_and_fisher_still_agree():
+    """The check sees 16 samples of the batch, and not the one that is padded."""
+    model, (x, y) = tagger(), sequences(40, 5)
+    y[1, 1:] = -100
+    found = ggn(model, F.cross_entropy, (x, y), num_probes=None)
+    expected = fisher(model, F.cross_entropy, (x, y))
+    reference.assert_close(found.matrix.A, expected.matrix.A, 1e-12)
+    reference.assert_close(found.matrix.lam, expected.matrix.lam, 1e-12)
+
+
+def test_a_model_is_refused_whose_samples_mix_without_a_trace_in_the_loss():
+    class Swap(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).flip(0)
+
+    x, y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double(), torch.zeros(4, 3).double()
+    with pytest.raises(ValueError, match="models that mix the samples of a batch"):
+        ggn(Swap(3, 3).double(), F.mse_loss, (x, y))
+
+
+def test_outputs_that_cannot_be_divided_are_checked_by_their_losses():
+    class Outputs:
+        def __init__(self, logits):
+            self.logits = logits
+
+    class Wrapped(nn.Linear):
+        def forward(self, x):
+            return Outputs(super().forward(x))
+
+    x, y = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).double(), torch.arange(6) % 3
+    model = Wrapped(3, 3).double()
+    hessian(model, lambda out, y: F.cross_entropy(out.logits, y), (x, y))
+    with pytest.raises(ValueError, match="Pass reduction='sum'"):
+        hessian(model, lambda out, y: F.cross_entropy(out.logits, y, reduction="sum"), (x, y))
+
+
 @each
 def test_a_loss_that_is_not_finite_far_into_the_data(function):
     x, y = torch.ones(60, 3).double(), torch.zeros(60, 3).double()
@@ -249,7 +346,7 @@ def test_the_exact_fisher_refuses_very_many_outputs():
     model, x, y = nn.Conv2d(1, 5, 1), torch.ones(2, 1, 32, 32), torch.ones(2, 32, 32, dtype=torch.long)
     with pytest.raises(ValueError, match=r"at most 4096 outputs per sample \(or labels='sampled'\). Got 5120"):
         fisher(model, F.cross_entropy, (x, y))
-    assert fisher(model, F.cross_entropy, (x, y), labels="sampled").trace() > 0
+    assert fisher(model, F.cross_entropy, (x, y), labels="sampled").matrix.trace() > 0
 
 
 @pytest.mark.parametrize("function", [fisher, ggn, hessian])
@@ -273,7 +370,7 @@ def test_the_explained_share_counts_the_error_of_lambda(name):
         "ggn": (partial(ggn, num_probes=2), partial(ggn, num_probes=None)),
     }[name]
     matrix, block_mean = (exact(model, F.cross_entropy, (x, y), by) for by in ("element", "tensor"))
-    truth = float(block_mean.norm() / matrix.norm()) ** 2
+    truth = float(block_mean.matrix.norm() / matrix.matrix.norm()) ** 2
     reports = [
         estimate(model, F.cross_entropy, (x, y), norm_probes=30, generator=torch.Generator().manual_seed(seed)).report
         for seed in range(30)

@@ -176,7 +176,7 @@ def test_importing_the_library_imports_nothing_of_the_lab_extra():
 # ---------------------------------------------------------------- coupling
 
 
-def between(A, sizes=None, names=None) -> BlockMean:
+def matrix_with(A, sizes=None, names=None) -> BlockMean:
     """A block-mean matrix with the given A and λ = 0.1 everywhere."""
     A = torch.as_tensor(A, dtype=torch.float64)
     s = torch.tensor(sizes or [2] * len(A), dtype=torch.float64)
@@ -205,17 +205,17 @@ A3 = [[4.0, -3.0, 0.2], [-3.0, 9.0, 0.6], [0.2, 0.6, 0.01]]
 
 
 def test_correlations_are_entries_of_A_over_the_roots_of_its_diagonal():
-    ax = plot.coupling(between(A3), title="three")
+    ax = plot.coupling(matrix_with(A3), title="three")
     expected = [[1.0, -0.5, 1.0], [-0.5, 1.0, 2.0], [1.0, 2.0, 1.0]]  # by hand; A3 is indefinite
     np.testing.assert_allclose(heat_map(ax), expected, rtol=1e-12)
-    np.testing.assert_allclose(plot.correlation(between(A3)), expected, rtol=1e-12)
+    np.testing.assert_allclose(plot.correlation(matrix_with(A3)), expected, rtol=1e-12)
     assert ax.images[-1].get_clim() == (-1, 1)
     assert {"−0.50", "1.00", "2.00"} == set(texts(ax.texts))
     assert ax.get_title() == "three"
 
 
 def test_the_scale_stands_beside_the_heat_map_on_a_logarithmic_axis():
-    strip, bar = plot.coupling(between(A3)).child_axes
+    strip, bar = plot.coupling(matrix_with(A3)).child_axes
     assert strip.get_xscale() == "log"
     (dots,) = strip.lines
     np.testing.assert_allclose(dots.get_xdata(), [4.0, 9.0, 0.01])
@@ -223,13 +223,13 @@ def test_the_scale_stands_beside_the_heat_map_on_a_logarithmic_axis():
     assert texts(strip.texts) == ["4", "9", "0.01"]
     assert r"\sqrt{A_{ii} A_{jj}}" in bar.get_ylabel()
     assert "indefinite" in bar.get_ylabel()  # the 2 above
-    (bar,) = plot.coupling(between(torch.eye(2) * 3), scale=False).child_axes
+    (bar,) = plot.coupling(matrix_with(torch.eye(2) * 3), scale=False).child_axes
     assert "indefinite" not in bar.get_ylabel()
-    assert not plot.coupling(between(A3), scale=False, colorbar=False).child_axes
+    assert not plot.coupling(matrix_with(A3), scale=False, colorbar=False).child_axes
 
 
 def test_negative_curvature_is_blue_and_its_diagonal_is_minus_one():
-    ax = plot.coupling(between([[-4.0, 1.0], [1.0, 1.0]]))
+    ax = plot.coupling(matrix_with([[-4.0, 1.0], [1.0, 1.0]]))
     np.testing.assert_allclose(heat_map(ax), [[-1.0, 0.5], [0.5, 1.0]])
     strip, bar = ax.child_axes
     colours = {line.get_color(): float(line.get_xdata()[0]) for line in strip.lines}
@@ -239,13 +239,13 @@ def test_negative_curvature_is_blue_and_its_diagonal_is_minus_one():
 
 
 def test_blocks_without_data_are_grey_and_said_to_be_so():
-    ax = plot.coupling(between([[1.0, 0.0, 0.5], [0.0, 0.0, 0.0], [0.5, 0.0, 1.0]]))
+    ax = plot.coupling(matrix_with([[1.0, 0.0, 0.5], [0.0, 0.0, 0.0], [0.5, 0.0, 1.0]]))
     np.testing.assert_array_equal(np.isnan(heat_map(ax)), [[0, 1, 0], [1, 1, 1], [0, 1, 0]])
     grey = np.ma.filled(np.ma.masked_invalid(ax.images[0].get_array()), 0)
     np.testing.assert_array_equal(grey, np.isnan(heat_map(ax)))
     assert texts(ax.get_legend().get_texts()) == ["no data: $A_{ii}$ is 0 up to rounding"]
     assert texts(ax.child_axes[0].texts) == ["1", "–", "1"]
-    assert plot.coupling(between(A3)).get_legend() is None
+    assert plot.coupling(matrix_with(A3)).get_legend() is None
 
 
 def test_what_is_zero_up_to_rounding_is_no_data():
@@ -266,7 +266,7 @@ def test_what_is_zero_up_to_rounding_is_no_data():
 
 
 def test_all_blocks_without_data_can_be_drawn(tmp_path: Path):
-    ax = plot.coupling(between(torch.zeros(2, 2)))
+    ax = plot.coupling(matrix_with(torch.zeros(2, 2)))
     assert np.isnan(heat_map(ax)).all()
     ax.figure.savefig(tmp_path / "none.png")
     (statistics,) = trained(lambda p: blockmean.AdamBMA(p, coupling="all")).block_statistics()
@@ -305,6 +305,28 @@ def test_an_optimizer_is_drawn_along_one_diagonal(coupling):
     assert (legend is not None and "not coupled" in texts(legend.get_texts())) == (coupling == "module")
     one = plot.coupling(found[-1])
     assert texts(one.get_yticklabels()) == found[-1].names
+
+
+def test_a_wrapped_optimizer_is_drawn_like_its_own():
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    optimizer = trained(lambda p: blockmean.AdamBMA(p, coupling="all"))
+    wrapped = Wrapper(Wrapper(optimizer))
+    np.testing.assert_array_equal(plot.correlation(wrapped), plot.correlation(optimizer))
+    np.testing.assert_array_equal(heat_map(plot.coupling(wrapped)), heat_map(plot.coupling(optimizer)))
+
+
+def test_a_curvature_is_drawn_like_its_matrix():
+    data = torch.rand(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
+    found = blockmean.curvature.empirical_fisher(model, torch.nn.functional.cross_entropy, data)
+    np.testing.assert_array_equal(plot.correlation(found), plot.correlation(found.matrix))
+    np.testing.assert_array_equal(heat_map(plot.coupling(found)), heat_map(plot.coupling(found.matrix)))
+    drawn = plot.blocks(found)
+    np.testing.assert_array_equal(drawn.images[0].get_array(), found.matrix.to_dense().double().numpy())
+    assert texts(drawn.get_yticklabels())[0] == "0.weight"
 
 
 def test_the_diagonal_that_is_one_by_definition_is_no_scale():
@@ -359,7 +381,7 @@ def test_labels_never_overlap_and_all_lies_inside_the_picture(tmp_path: Path, L:
     assert len(ax.texts) == numbers
 
 
-def test_many_blocks_are_labelled_by_parameter_with_lines_between():
+def test_many_blocks_are_labelled_by_parameter_with_lines_matrix_with():
     ax = plot.coupling(gram(300, net_names(149)))
     assert texts(ax.get_yticklabels()) == [
         "features.0.weight",

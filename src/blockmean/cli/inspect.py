@@ -51,7 +51,7 @@ def inspect(
         with console.status("computing"):
             found = look(request, data_dir, download)
     _show_blocks(found, rows)
-    console.print(str(found.matrix.report), soft_wrap=True)
+    console.print(str(found.report), soft_wrap=True)
     for path in found.save(out):
         console.print(str(path), soft_wrap=True)
 

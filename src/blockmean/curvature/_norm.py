@@ -16,7 +16,7 @@ from blockmean.matrix import BlockMean
 
 
 class Products:
-    """Z: random signs (p, d), and Y = Z M as it is summed over the data. Memory 2 p d."""
+    """Random signs Z (p, d), and Y = Z M, summed over the data. Memory 2 p d."""
 
     def __init__(self, problem: Problem, count: int) -> None:
         require_count(count, 0, "norm_probes", problem.owner)
@@ -35,9 +35,9 @@ class Products:
         self._Y += self.Z @ rows.mT @ rows
 
     def explained(self, M: BlockMean, weight: float, lam_error: Tensor) -> tuple[float | None, float | None]:
-        """The share of ‖weight · M‖²_F that its block mean has, and its standard error.
+        """The share of ‖weight · M‖²_F that its block mean keeps, and its standard error.
 
-        Errors e_i of an estimated λ_i add Σ (s_i − 1) e_i² to the expectation of both parts, which is taken off again.
+        Errors e_i of estimated λ_i add Σ (s_i − 1) e_i² to the expectation of both parts; it is subtracted here.
         """
         count = len(self.Z)
         if not count:

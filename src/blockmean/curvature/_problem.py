@@ -1,8 +1,8 @@
-"""What all curvature matrices share: which parameters, which blocks, how the data is walked, and what is refused.
+"""Shared by all curvature functions: the choice of parameters and blocks, the pass over the data, and all checks.
 
 The loss of sample n is ℓ_n = loss_fn(model(x_n), y_n) on a batch of that sample alone. `reduction` says how loss_fn
-puts a batch together: "mean", (1/N) Σ ℓ_n, or "sum", Σ ℓ_n. All matrices belong to that loss over all of `data`: each
-sample counts alike, whatever the sizes of the batches.
+combines a batch: "mean", (1/N) Σ ℓ_n, or "sum", Σ ℓ_n. All matrices belong to that loss over all of `data`: every
+sample has the same weight, whatever the sizes of the batches.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Data = tuple[Any, Tensor] | Iterable[Any]
 Params = Collection[str] | Callable[[str, Tensor], bool]
 Tensors = dict[str, Tensor]
 
-ROW_BYTES = 2**26  # what the rows of one pass may take by default; the rest of a pass is a small multiple of it
-LARGEST_CHECK = 16  # samples that tell whether the loss is what it is said to be
-LARGEST_PASS = 256  # samples; more make no pass faster and every activation larger
+ROW_BYTES = 2**26  # for the rows of one pass by default; the rest of a pass takes a small multiple of it
+LARGEST_CHECK = 16  # samples of a batch that are checked
+LARGEST_PASS = 256  # samples; more are not faster and take more memory
 
 
 class Chunk(NamedTuple):
-    """Some samples: inputs and targets have them along dim 0, and they are number `start` to `start + size` − 1."""
+    """Samples number `start` to `start + size` − 1; inputs and targets have them along dim 0."""
 
     inputs: Any
     targets: Any
@@ -57,7 +57,7 @@ class Chunk(NamedTuple):
 
 
 class Problem:
-    """A model, its loss and the parameters whose curvature is asked for."""
+    """A model, its loss and the chosen parameters."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class Problem:
         if chunk_size is not None:
             require_count(chunk_size, 1, "chunk_size", owner)
         self.owner, self.model, self.loss_fn, self.reduction = owner, model, loss_fn, reduction
-        self.params = _chosen(owner, model, params)
+        self.params = _choose(owner, model, params)
         self.partition = _partition_of(owner, self.params, partition)
         for name, module in model.named_modules():
-            self._refuse_coupling(name, module)
+            self._refuse_batch_norm(name, module)
         self._fixed = {name: p.detach() for name, p in model.named_parameters() if name not in self.params}
         self._buffers = {name: b.detach() for name, b in model.named_buffers()}
         tensors = list(self.params.values())
@@ -89,16 +89,17 @@ class Problem:
             self.dtype = torch.promote_types(self.dtype, tensor.dtype)
         # Rounding of a mean over a batch stays far below this, a wrong reduction far above.
         self.tolerance = {8: 1e-8, 4: 1e-4}.get(min(t.dtype.itemsize for t in tensors), 3e-2)
+        self._underflow = max(torch.finfo(t.dtype).tiny for t in tensors)
         self.offsets = torch.tensor([0, *(t.numel() for t in tensors)]).cumsum(0)
         fit = ROW_BYTES // (self.partition.num_entries * self.dtype.itemsize)
         self.rows_per_pass = chunk_size or max(1, min(LARGEST_PASS, fit))
         self.samples_per_pass = chunk_size or LARGEST_PASS
         # torch.vmap fails in nn.LSTM, nn.GRU and their cells, which write into unbatched tensors.
         self._vectorised = not any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules())
-        self.samples = 0  # N, as far as the data has been walked
+        self.samples = 0  # N, so far
         self.generator = generator or torch.Generator().manual_seed(0)
         self._may_be_random = generator is not None
-        self.is_random: bool | None = None  # whether the model draws random numbers; not known before the first batch
+        self.is_random: bool | None = None  # whether the model draws random numbers; unknown before the first batch
         self._seed = 0
 
     # ---------------------------------------------------------------- the functions that are differentiated
@@ -107,7 +108,7 @@ class Problem:
         """The model with other parameters on a batch: a tensor, a tuple of arguments or a dict of keyword arguments."""
         args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
         kwargs = inputs if isinstance(inputs, dict) else {}
-        # Copies of the buffers, made where torch.func sees them, for a module that writes to its own.
+        # A module may write to its buffers: give it copies, made where torch.func sees them.
         buffers = {name: b.clone() for name, b in self._buffers.items()}
         return functional_call(self.model, {**self._fixed, **buffers, **params}, args, kwargs)
 
@@ -117,22 +118,25 @@ class Problem:
 
     def total_loss(self, outputs: Any, chunk: Chunk) -> Tensor:
         """Σ ℓ_n over a chunk, from the outputs of the model."""
-        loss = self.loss_fn(outputs, chunk.targets)
-        return loss * chunk.size if self.reduction == "mean" else loss
+        return self._factor(chunk.size) * self.loss_fn(outputs, chunk.targets)
+
+    def _factor(self, size: int) -> int:
+        """The total loss of some samples over what loss_fn returns for them."""
+        return size if self.reduction == "mean" else 1
 
     def evaluate(self, chunk: Chunk) -> Any:
-        """The outputs of a chunk, whose loss is finite."""
+        """The outputs of a chunk; its loss must be finite."""
         outputs = self.output(self.params, chunk.inputs)
         self.refuse_nonfinite(self.loss_fn(outputs, chunk.targets), "the loss", chunk)
         return outputs
 
     @property
     def weight(self) -> float:
-        """What the sum over all samples has to be multiplied by."""
+        """The factor of the sum over all samples."""
         return 1 / self.samples if self.reduction == "mean" else 1.0
 
     def equation(self, term: str) -> str:
-        """M as a sum over samples of a term that may go on with the meaning of its letters."""
+        """M as a sum over samples of a term, which may end with definitions."""
         return f"M = 1/N Σ_n {term}, N = {self.samples:,}" if self.reduction == "mean" else f"M = Σ_n {term}"
 
     def flat(self, tensors: Tensors, batch_dims: int = 0) -> Tensor:
@@ -147,7 +151,7 @@ class Problem:
     # ---------------------------------------------------------------- directions in parameter space
 
     def tangent(self, entries: Tensor, values: Tensor) -> Tensors:
-        """The vector with `values` at some entries, as tangents of just those tensors that have any of them.
+        """The vector with `values` at some entries, as tangents of only the tensors with such entries.
 
         Derivatives along it then cost nothing in the layers before the first of these tensors.
         """
@@ -173,13 +177,13 @@ class Problem:
         for entries in self.entries:
             yield self.tangent(entries, torch.full((len(entries),), len(entries) ** -0.5, dtype=torch.float64))
 
-    # ---------------------------------------------------------------- walking the data
+    # ---------------------------------------------------------------- the pass over the data
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Leave the global random numbers as they were, and build no graph around what is done inside.
+        """Restore the global random state afterwards, build no outer graph, and avoid kernels without derivatives.
 
-        Attention and recurrent layers have fast kernels that can be differentiated once at most, and not forwards.
+        The fast kernels of attention and recurrent layers can be differentiated at most once, and not forwards.
         """
         _load_forward_mode()
         devices = [self.device] if self.device.type == "cuda" else []
@@ -197,7 +201,7 @@ class Problem:
             torch.backends.mha.set_fastpath_enabled(fast)
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Apply a function to every element of dim 0 at once; one after the other for recurrent layers."""
+        """Apply a function to all elements of dim 0 at once; to one after the other if layers are recurrent."""
         if self._vectorised:
             return vmap(function, randomness="different")(*args)
         count = len(tree_leaves(args)[0])
@@ -207,9 +211,9 @@ class Problem:
     def chunks(self, data: Data, size: int) -> Iterator[Chunk]:
         """The data, at most `size` samples at a time, checked and counted."""
         for number, batch in enumerate(self._batches(data), start=1):
-            # Not all batches, for that takes time; not the first alone, for data may be sorted.
+            # Checking all batches would take too long; the first is not enough, because data may be sorted.
             if number & (number - 1) == 0:
-                self._check(batch.spread(max(2, min(size, LARGEST_CHECK, batch.size))))
+                self._check_batch(batch, size)
             for chunk in batch.split(size):
                 self.samples = chunk.start + chunk.size
                 self._seed = int(torch.randint(2**62, (), generator=self.generator, device=self.generator.device))
@@ -218,7 +222,7 @@ class Problem:
         require(self.samples > 0, "data", self.owner, "at least one sample", "none")
 
     def reseed(self) -> None:
-        """Make a random model (dropout) draw for this chunk what it drew for it before."""
+        """Make a random model (dropout) repeat its random numbers for this chunk."""
         if self.is_random:
             torch.manual_seed(self._seed)
 
@@ -265,17 +269,29 @@ class Problem:
                 yield Chunk(inputs, targets, size, start)
             start += size
 
-    # ---------------------------------------------------------------- what is refused
+    # ---------------------------------------------------------------- checks
 
-    def _refuse_coupling(self, name: str, module: nn.Module) -> None:
+    def _refuse_batch_norm(self, name: str, module: nn.Module) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
             raise ValueError(
                 f"{self.owner}: '{name}' ({type(module).__name__}) normalises over the batch, so there is no loss of a "
                 "single sample. Call model.eval() first, and let it track running statistics."
             )
 
+    def _check_batch(self, batch: Chunk, size: int) -> None:
+        """Check some samples of a batch, at most `size` at a time. Windows overlap, so that all weigh the same."""
+        some = batch.spread(max(2, min(LARGEST_CHECK, batch.size)))
+        window = max(2, min(size, some.size))
+        for start in range(0, some.size - 1, window - 1):
+            start = min(start, some.size - window)
+            self._check(some.part(start, start + window))
+
     def _check(self, chunk: Chunk) -> None:
-        """On some samples: is the loss a number, is the model random, does `reduction` tell the truth?"""
+        """Is the loss a scalar, is the model random, does it mix samples, and is the loss what `reduction` says?
+
+        Losses alone cannot answer the last question: a weighted mean equals the plain one where all losses are equal,
+        as with a last layer of zeros. So the gradients in the outputs are compared too, sample by sample.
+        """
         before = self._random_state()
         outputs = self.output(self.params, chunk.inputs)
         if self.is_random is None:
@@ -283,33 +299,70 @@ class Problem:
             if self.is_random and not self._may_be_random:
                 raise ValueError(
                     f"{self.owner}: the model draws random numbers (dropout in training mode?). Call model.eval() "
-                    "first, or pass a generator to take the curvature with random masks."
+                    "first, or pass a generator to average over random masks."
                 )
-        whole, half = self._loss(outputs, chunk.targets), chunk.size // 2
-        if self.is_random and not all(isinstance(x, Tensor) and x.ndim > 0 for x in tree_leaves(outputs)):
-            return  # outputs that cannot be cut, and would not be the same again
-        seen = chunk._replace(inputs=outputs) if self.is_random else chunk
-        losses = []
-        for part in (seen.part(0, half), seen.part(half, seen.size)):
-            own = part.inputs if self.is_random else self.output(self.params, part.inputs)
-            losses.append((self._loss(own, part.targets), part.size))
-        if math.isfinite(whole):  # or the chunk that has it is told later
-            self._refuse_contradiction(whole, *losses)
+        whole = self._loss(outputs, chunk.targets)
+        divisible = all(isinstance(x, Tensor) and x.shape[:1] == (chunk.size,) for x in tree_leaves(outputs))
+        if not math.isfinite(whole) or (self.is_random and not divisible):
+            return  # the chunk reports it; or there is no way to repeat the random outputs sample by sample
+        losses, slopes, mixes = [], [], False
+        for i in range(chunk.size):
+            sample = chunk.part(i, i + 1)
+            own = None if self.is_random else self.output(self.params, sample.inputs)
+            if divisible:
+                part = tree_map(lambda x, i=i: x[i : i + 1], outputs)
+                slopes.append(self._slopes(part, sample.targets))
+                mixes |= not self.is_random and not self._equal(own, part)
+                own = part  # rounding inside the model would show in a loss near 0
+            losses.append(self._loss(own, sample.targets))
+        alone = torch.cat(slopes) if divisible else torch.empty(0)
+        together = self._slopes(outputs, chunk.targets, self._factor(chunk.size)) if divisible else alone
+        self._refuse_contradiction(whole, losses, together, alone, mixes)
+
+    def _equal(self, outputs: Any, others: Any) -> bool:
+        """Whether two outputs are equal up to rounding."""
+        for a, b in zip(tree_leaves(outputs), tree_leaves(others), strict=True):
+            scale = self.tolerance * float(b.nan_to_num(0, 0, 0).abs().max()) if b.numel() else 0.0
+            same = a.shape == b.shape and torch.allclose(a, b, rtol=self.tolerance, atol=scale, equal_nan=True)
+            if b.is_floating_point() and not same:
+                return False
+        return True
 
     def _loss(self, outputs: Any, targets: Any) -> float:
         loss = self.loss_fn(outputs, targets)
-        scalar = isinstance(loss, Tensor) and loss.numel() == 1 and loss.ndim == 0
+        scalar = isinstance(loss, Tensor) and loss.ndim == 0
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss)
         require(scalar, "loss_fn", self.owner, "one that returns a scalar tensor (reduction 'mean' or 'sum')", got)
         return float(loss)
 
-    def _refuse_contradiction(self, whole: float, first: tuple[float, int], second: tuple[float, int]) -> None:
-        (a, n), (b, m) = first, second
-        promised = {"mean": (n * a + m * b) / (n + m), "sum": a + b}
-        holds = {r: abs(whole - value) <= self.tolerance * (abs(a) + abs(b)) for r, value in promised.items()}
+    def _slopes(self, outputs: Any, targets: Any, factor: int = 1) -> Tensor:
+        """The gradient of `factor` times the loss in the outputs, (samples, outputs of a sample)."""
+        with torch.enable_grad():
+            moved = tree_map(lambda x: x.detach().requires_grad_(x.is_floating_point()), outputs)
+            # Multiplied here, n and the 1/n of a mean cancel without rounding.
+            loss = factor * self.loss_fn(moved, targets)
+        leaves = [x for x in tree_leaves(moved) if x.requires_grad]
+        if not loss.requires_grad:
+            return torch.empty(1, 0)  # the loss does not depend on the outputs
+        found = torch.autograd.grad(loss, leaves, materialize_grads=True)
+        return torch.cat([g.reshape(len(g), -1).to(self.device, torch.float64) for g in found], 1)
+
+    def _refuse_contradiction(
+        self, whole: float, losses: list[float], together: Tensor, alone: Tensor, mixes: bool
+    ) -> None:
+        """Raise unless loss and gradient of some samples are the mean (or sum) of those of each sample alone."""
+        n, total = len(losses), sum(losses)
+        bound = self.tolerance * sum(map(abs, losses)) + n * self._underflow
+        slope_bound = self.tolerance * alone.abs().max() + self._underflow if alone.numel() else 0.0
+        holds = {}
+        for reduction, factor in (("mean", n), ("sum", 1)):
+            holds[reduction] = not mixes and abs(factor * whole - total) <= bound
+            if alone.isfinite().all():  # otherwise its chunk reports it
+                ratio = factor / self._factor(n)
+                holds[reduction] &= bool(((ratio * together - alone).abs() <= slope_bound).all())
         if holds[self.reduction]:
             return
-        numbers = f"it is {whole:.6g} on {n + m} samples, {a:.6g} on the first {n} and {b:.6g} on the other {m}"
+        numbers = f"it is {whole:.6g} on {n} samples, which have a mean of {total / n:.6g} and a sum of {total:.6g}"
         other = "sum" if self.reduction == "mean" else "mean"
         if holds[other]:
             raise ValueError(
@@ -317,8 +370,9 @@ class Problem:
                 f"the loss is a {other}: {numbers}. Pass reduction='{other}'."
             )
         raise ValueError(
-            f"{self.owner}: the loss is neither the mean nor the sum of the losses of single samples: {numbers}. "
-            "Class weights, ignored targets and models that mix the samples of a batch are not supported."
+            f"{self.owner}: the loss is neither the mean nor the sum of the losses of single samples: {numbers}, or "
+            "its gradient weighs them differently. Class weights, ignored targets and models that mix the samples of "
+            "a batch do that. Take a sum and pass reduction='sum', or take the mean over each sample first."
         )
 
     def _random_state(self) -> Tensor:
@@ -339,13 +393,13 @@ def single(sample: Any) -> Any:
 
 @cache
 def _load_forward_mode() -> None:
-    """torch loads what forward mode needs on first use, with a warning about torch.jit that is no user's affair."""
+    """Load forward mode, which torch does on first use, without its warning about torch.jit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         jvp(torch.sin, (torch.ones(()),), (torch.ones(()),))
 
 
-def _chosen(owner: str, model: nn.Module, params: Params | None) -> Tensors:
+def _choose(owner: str, model: nn.Module, params: Params | None) -> Tensors:
     """The chosen parameters in the order of the model, detached; tied ones once, under their first name."""
     named = dict(model.named_parameters())
     if params is None:

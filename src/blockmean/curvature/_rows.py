@@ -1,4 +1,4 @@
-"""Sums over rows of single samples: A and λ of Σ_n g_n g_nᵀ without ever holding more rows than one pass has.
+"""Sums over rows of single samples: A and λ of Σ_n g_n g_nᵀ holding the rows of one pass at a time.
 
 A is the Gram matrix of the block sums over √s, λ_i the variance inside block i (computed as a variance: the difference
 of two nearly equal sums would lose the digits). Both are summed in float64.
@@ -29,12 +29,12 @@ class RowSums:
         self._partition = problem.partition
         self._root = to_float64(problem.partition.sizes.to(problem.device)).sqrt()
         self.A, self.lam = torch.diag_embed(zeros), zeros.clone()
-        self._squares = zeros.clone()  # Σ of squared deviations of draws, as `error` wants them
+        self._squares = zeros.clone()  # Σ of squared deviations of draws, for `error`
         self._drawn = zeros.clone()  # the part of λ that was drawn
         self._single_draws = 0
 
     def add(self, rows: Tensor, signs: Tensor | None = None, weight: float = 1.0) -> Tensor:
-        """Add rows (n, d). Gives their signed variances inside blocks, (n, L)."""
+        """Add rows (n, d). Return their signed variances inside blocks, (n, L)."""
         u = to_float64(self._partition.block_sum(rows)) / self._root  # (n, L)
         inside = to_float64(self._partition.block_var(rows))
         if signs is not None:
@@ -44,7 +44,7 @@ class RowSums:
         return inside
 
     def add_draws(self, rows: Tensor, signs: Tensor) -> Tensor:
-        """Add the mean over k of rows (n, k, d) whose k draws per sample are independent, and note their spread."""
+        """Add the mean over k of rows (n, k, d) whose k draws per sample are independent, and their spread."""
         n, k, _ = rows.shape
         inside = self.add(rows.flatten(0, 1), signs.flatten(), 1 / k).view(n, k, -1)
         spread = inside - inside.mean(1, keepdim=True) if k > 1 else inside
@@ -56,8 +56,8 @@ class RowSums:
     def error(self) -> Tensor:
         """The standard error of λ after `add_draws`, (L,).
 
-        From several draws per sample it is that of the draws. From one each it also contains how the samples differ,
-        which is no error: it is then too large rather than too small, and NaN for a single sample.
+        With several draws per sample it is that of the draws. With one each it includes the differences between
+        samples, which are no error: it is then too large rather than too small, and NaN for a single sample.
         """
         n = self._single_draws
         if n == 0:
@@ -77,9 +77,9 @@ def pull_back(
 ) -> None:
     """Call `add(rows, signs)` with the rows J_nᵀ v_k (n, k, d) of the samples of a chunk, J_n the Jacobian of outputs.
 
-    It returns the variances inside blocks, which are not finite where any entry of a row is not.
-    `count` is how many rows a sample has. They are made at most `problem.rows_per_pass` at a time; draws of one sample,
-    those with noise (n, count, ...), stay together.
+    `add` returns the variances inside blocks, which are not finite where any entry of a row is not. A sample has
+    `count` rows. At most `problem.rows_per_pass` are computed at a time, but draws of one sample, those with noise
+    (n, count, ...), stay together.
     """
     at_once = max(1, problem.rows_per_pass // count)
     step = count if noise is not None else min(count, problem.rows_per_pass)
@@ -102,4 +102,4 @@ def pull_back(
             pulled, signs = problem.each(of_sample, part.inputs, part.targets, own)
             inside = add(problem.flat(pulled, batch_dims=2), to_float64(signs))
             problem.refuse_nonfinite(inside, "a derivative of the outputs", part)
-            del pulled  # or they would still be there while the next ones are made
+            del pulled  # free the memory before the next ones

@@ -34,25 +34,25 @@ def empirical_fisher(
 ) -> Curvature:
     """The block mean of F = (1/N) Σ_n g_n g_nᵀ, g_n the gradient of the loss of sample n: Proposition 1, exactly.
 
-    A = Rᵀ F R from the block sums of g_n, λ_i from their variance inside block i. It takes one per-sample gradient
-    per sample and O(N d + N L²) besides; memory O(chunk_size · d + L²), never N × d or d × d.
+    A = Rᵀ F R from the block sums of g_n, λ_i from their variance inside block i. Cost: one gradient per
+    sample, plus O(N d + N L²); memory O(chunk_size · d + L²), never N × d or d × d.
 
     Args:
-        model: any module `torch.func.functional_call` can call; its mode, gradients and buffers stay as they are.
+        model: any module `torch.func.functional_call` can call; its mode, gradients and buffers do not change.
         loss_fn: (outputs, targets) → scalar.
         data: a pair (inputs, tensor of targets), or an iterable of (inputs, targets) in batches of any sizes; inputs
-            are a tensor, a tuple of arguments or a dict of keyword arguments. It is walked once.
+            are a tensor, a tuple of arguments or a dict of keyword arguments. It is read once.
         partition: of the chosen parameters, flattened and laid end to end, or how to cut them (as `Partition.of`).
         params: the names of the parameters, or a predicate (name, tensor) → bool; by default those that require
             gradients. Tied parameters count once.
         reduction: how loss_fn reduces a batch, "mean" or "sum". With "sum", F = Σ_n g_n g_nᵀ.
         chunk_size: samples whose gradients are held at once, by default as many as fit into 64 MB.
-        norm_probes: products with random signs from which `report.explained` is estimated; 0: not at all.
-        generator: of all random numbers; a model that is random itself (dropout) is refused without one.
+        norm_probes: products with random signs that estimate `report.explained`; 0 leaves it out.
+        generator: for all random numbers; a model that is random itself (dropout) needs one.
 
     >>> model, x = torch.nn.Linear(2, 1, bias=False), torch.tensor([[1.0, 3.0], [2.0, 0.0]])
     >>> F = empirical_fisher(model, lambda out, _: out.mean(), (x, x))  # the gradients are the inputs themselves
-    >>> F.lam, F.B  # the block mean of [[2.5, 1.5], [1.5, 4.5]]
+    >>> F.matrix.lam, F.matrix.B  # the block mean of [[2.5, 1.5], [1.5, 4.5]]
     (tensor([2.]), tensor([[1.5000]]))
     """
     problem = Problem("empirical_fisher", model, loss_fn, partition, params, reduction, chunk_size, generator)
@@ -66,7 +66,7 @@ def empirical_fisher(
             problem.refuse_nonfinite(sums.add(rows), "the gradient", chunk)
             if products:
                 products.add_rows(rows)
-            del gradient, rows  # or they would still be there while the next ones are made
+            del gradient, rows  # free the memory before the next ones
     return finish(problem, products, "empirical Fisher", "g_n g_nᵀ, g_n = ∇ℓ_n", sums.A, sums.lam)
 
 
@@ -89,21 +89,21 @@ def fisher(
     The model's likelihood p is that of the loss: categorical for cross-entropy, Gaussian for the squared error, and κ
     is such that the loss of a sample is −κ log p: 1 for cross-entropy of one label per sample (1/T for the mean of T
     labels; those with `ignore_index` do not count) and, with p of variance 1, 2/C for the mean of C squared errors, 2
-    for their sum. The matrix then equals the generalised Gauss-Newton matrix of the same loss (`ggn`), found another
-    way.
+    for their sum. The matrix then equals the generalised Gauss-Newton matrix of the same loss (`ggn`), computed
+    in another way.
 
     Args:
         loss_fn: `torch.nn.functional.cross_entropy` or `mse_loss`, a `functools.partial` of them, `nn.CrossEntropyLoss`
             or `nn.MSELoss`, without class weights or label smoothing.
         labels: "exact", the expectation over y (C gradients per sample), or "sampled".
-        num_probes: with sampled labels, how many are drawn per sample. From two on, `report.lam_error` is their
-            standard error; from one it is an upper estimate of it.
-        data, partition, params, reduction, chunk_size, norm_probes, generator: as for `empirical_fisher`; of the
-            targets, only which are ignored matters. `chunk_size` counts gradients, C (or num_probes) per sample.
+        num_probes: with sampled labels, the number of draws per sample. With two or more, `report.lam_error` is their
+            standard error; with one it is an upper estimate.
+        data, partition, params, reduction, chunk_size, norm_probes, generator: as for `empirical_fisher`; the
+            targets matter only where they are ignored. `chunk_size` counts gradients, C (or num_probes) per sample.
 
     >>> model, x = torch.nn.Linear(2, 1, bias=False), torch.tensor([[1.0, 3.0], [2.0, 0.0]])
     >>> F = fisher(model, torch.nn.functional.mse_loss, (x, torch.zeros(2, 1)))
-    >>> torch.allclose(F.to_dense(), torch.tensor([[7.0, 3.0], [3.0, 7.0]]))  # of 2 E[x xᵀ] = [[5, 3], [3, 9]]
+    >>> torch.allclose(F.matrix.to_dense(), torch.tensor([[7.0, 3.0], [3.0, 7.0]]))  # of 2 E[x xᵀ] = [[5, 3], [3, 9]]
     True
     >>> print(F.report)
     Fisher over 2 samples: 2 parameters in 1 block
@@ -162,7 +162,7 @@ def fisher(
 
 
 def _likelihood(loss_fn: LossFn) -> tuple[str, int]:
-    """Which p has the loss as its −log, or a clear refusal; and the label that is ignored."""
+    """The p whose −log is the loss, or an error; and the label that is ignored."""
     inner: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     options = loss_fn.keywords if isinstance(loss_fn, partial) else getattr(loss_fn, "__dict__", {})
     if inner is nn.functional.cross_entropy or type(inner) is nn.CrossEntropyLoss:
@@ -209,7 +209,7 @@ def _categorical(
         score = score * p.mT.unsqueeze(2).sqrt()
         V = torch.einsum("tyc,ts->tycs", score, torch.diag(root)).reshape(T * C, C * T)
     else:
-        # The last step of the distribution function is 1 up to rounding, and must not be passed.
+        # The last step of the distribution function is 1 up to rounding; y must not go past it.
         y = (p.cumsum(0)[:-1] <= noise.double()).sum(1)  # (k, positions)
         V = ((p - nn.functional.one_hot(y, C).mT) * root).flatten(1)
     return V, V.new_ones(len(V))

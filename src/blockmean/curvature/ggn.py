@@ -20,9 +20,9 @@ from blockmean.curvature._rows import RowSums, pull_back
 from blockmean.curvature.report import Curvature, finish
 from blockmean.partition import Partition
 
-DERIVATIVE_BYTES = 2**27  # what the derivatives of the outputs of some samples, L each, may take
+DERIVATIVE_BYTES = 2**27  # for derivatives of the outputs, L per sample
 LARGEST_OUTPUT = 4096
-"""Outputs per sample above which the eigenvectors of one loss Hessian take too long and too much memory."""
+"""The most outputs per sample: eigenvectors of larger loss Hessians take too much time and memory."""
 
 
 def ggn(
@@ -43,24 +43,24 @@ def ggn(
     A = Rᵀ G R is exact: L derivatives of the outputs along the block indicators, T = J R, then A = Tᵀ H T.
 
     λ comes from output space. With H_n = Σ_c σ_c q_c q_cᵀ (C outputs), G is a sum of rows √|σ_c| J_nᵀ q_c with signs,
-    and λ_i the variance of these rows inside block i: C gradients per sample make it exact. Where C is larger than
-    `num_probes`, so many q_c are drawn instead, each with probability |σ_c| / Σ|σ|: unbiased, never negative for a
+    and λ_i the variance of these rows inside block i: C gradients per sample make it exact. If C is larger than
+    `num_probes`, that many q_c are drawn instead, each with probability |σ_c| / Σ|σ|: unbiased, never negative for a
     convex loss, and independent between samples, so that the error shrinks as 1/√(N · num_probes). A random vector in
-    parameter space for each block (what `hessian` has to use) would err as 1/√num_probes, at L times the cost.
+    parameter space for each block (as `hessian` needs) would have an error of 1/√num_probes, at L times the cost.
 
     Args:
         loss_fn: (outputs, targets) → scalar, twice differentiable; the model returns a tensor, samples along dim 0.
-        num_probes: draws per sample for λ; it is exact where outputs are as few as that, or for None.
+        num_probes: draws per sample for λ, which is exact if there are no more outputs than that, or for None.
         chunk_size: samples per pass, and rows held at once for λ (at least the draws of one sample); by default 256
             samples and 64 MB of rows.
         data, partition, params, reduction, norm_probes, generator: as for `empirical_fisher`. With "sum", G = Σ_n.
-            Where the model is random, A and λ belong to different draws of it.
+            If the model is random, A and λ belong to different draws of it.
 
     Cost: L derivatives and min(C, num_probes) gradients per sample. Memory: one pass, d and L numbers per sample of it.
 
     >>> model, x = torch.nn.Linear(2, 1, bias=False), torch.tensor([[1.0, 3.0], [2.0, 0.0]])
     >>> G = ggn(model, torch.nn.functional.mse_loss, (x, torch.zeros(2, 1)))
-    >>> torch.allclose(G.to_dense(), torch.tensor([[7.0, 3.0], [3.0, 7.0]]))  # of 2 E[x xᵀ] = [[5, 3], [3, 9]]
+    >>> torch.allclose(G.matrix.to_dense(), torch.tensor([[7.0, 3.0], [3.0, 7.0]]))  # of 2 E[x xᵀ] = [[5, 3], [3, 9]]
     True
     """
     if num_probes is not None:
@@ -82,7 +82,7 @@ def ggn(
             draws = 0 if num_probes is None or outputs <= num_probes else num_probes
             drawn = max(drawn, draws)
             for part in chunk.split(max(1, DERIVATIVE_BYTES // (8 * len(A) * outputs))):
-                A += _between(problem, part)
+                A += _block_curvature(problem, part)
             pull_back(
                 problem, chunk, factor, draws or outputs, problem.uniform(chunk.size, draws) if draws else None, add
             )
@@ -106,7 +106,7 @@ def ggn(
 
 def ggn_products(problem: Problem, chunk: Chunk, Z: Tensor) -> Tensor:
     """Z G of a chunk, (p, d), for directions Z (p, d)."""
-    out, pull, push = _maps(problem, chunk)
+    out, pull, push = _jacobian(problem, chunk)
     times = _loss_hessian(problem, chunk, out)
     return torch.stack([problem.flat(pull(times(push(problem.unflat(z))))) for z in Z])
 
@@ -120,15 +120,15 @@ def _outputs(out: Any) -> int:
     return outputs
 
 
-def _between(problem: Problem, chunk: Chunk) -> Tensor:
+def _block_curvature(problem: Problem, chunk: Chunk) -> Tensor:
     """Tᵀ H T of a chunk, T = J R, (L, L).
 
     Some layers have no forward mode, and some have one that disagrees with their gradients (the row `padding_idx` of an
-    embedding has none). What counts is the gradients, so T is held against one of them, and found from them otherwise.
+    embedding has none). Gradients decide: T is checked against one of them, and computed from them if it disagrees.
     """
-    out, pull, push = _maps(problem, chunk)
+    out, pull, push = _jacobian(problem, chunk)
     try:
-        T = torch.stack([_forwards(problem, chunk, r) for r in problem.indicators()])  # (L, n, outputs)
+        T = torch.stack([_forward_derivative(problem, chunk, r) for r in problem.indicators()])  # (L, n, outputs)
     except NotImplementedError:
         T = None
     if T is None or not _agrees(problem, T, pull):
@@ -138,7 +138,7 @@ def _between(problem: Problem, chunk: Chunk) -> Tensor:
     return to_float64(T.flatten(1)) @ to_float64(HT.flatten(1)).mT
 
 
-def _forwards(problem: Problem, chunk: Chunk, direction: Tensors) -> Tensor:
+def _forward_derivative(problem: Problem, chunk: Chunk, direction: Tensors) -> Tensor:
     """The derivative of the outputs along a direction, by forward mode."""
     problem.reseed()
     point = {name: problem.params[name] for name in direction}
@@ -147,7 +147,9 @@ def _forwards(problem: Problem, chunk: Chunk, direction: Tensors) -> Tensor:
     return t
 
 
-def _maps(problem: Problem, chunk: Chunk) -> tuple[Tensor, Callable[[Tensor], Tensors], Callable[[Tensors], Tensor]]:
+def _jacobian(
+    problem: Problem, chunk: Chunk
+) -> tuple[Tensor, Callable[[Tensor], Tensors], Callable[[Tensors], Tensor]]:
     """The outputs, u → Jᵀu, and its transpose v → Jv by differentiating it once more (it is linear in u)."""
     problem.reseed()
     found: Any = vjp(lambda params: problem.output(params, chunk.inputs), problem.params)
@@ -181,10 +183,14 @@ def _agrees(problem: Problem, T: Tensor, pull: Callable[[Tensor], Tensors]) -> b
 
 
 def _loss_hessian(problem: Problem, chunk: Chunk, out: Tensor) -> Callable[[Tensor], Tensor]:
-    """t → H t, H the Hessian of the total loss of a chunk in the outputs."""
+    """t → H t, H the Hessian of Σ ℓ_n over a chunk in the outputs, each ℓ_n from its sample alone."""
+
+    def sample_loss(o: Tensor, target: Any) -> Tensor:
+        return problem.loss_fn(single(o), single(target))
 
     def loss(o: Tensor) -> Tensor:
-        return problem.total_loss(o, chunk)
+        losses: Tensor = problem.each(sample_loss, o, chunk.targets)
+        return losses.sum()
 
     pull = vjp(grad(loss), out)[1]
 
@@ -199,7 +205,7 @@ def _factor(problem: Problem, out: Tensor, target: Any, noise: Tensor | None) ->
     """√|σ| q and sign σ of the eigenvectors of H_n: all of them (C, C), or those that uniform noise (k,) picks."""
 
     def loss(o: Tensor) -> Tensor:
-        return problem.loss_fn(o.unsqueeze(0), single(target))
+        return problem.loss_fn(single(o), single(target))
 
     pull = vjp(grad(loss), out)[1]
     units = torch.eye(out.numel(), dtype=out.dtype, device=out.device)
@@ -208,6 +214,6 @@ def _factor(problem: Problem, out: Tensor, target: Any, noise: Tensor | None) ->
     if noise is None:
         return (Q * sigma.abs().sqrt()).mT, sigma.sign()
     steps = sigma.abs().cumsum(0)
-    # The last step must not be passed, whatever the rounding.
+    # Rounding must not lead past the last step.
     picked = (steps[:-1] <= noise.to(steps).unsqueeze(1) * steps[-1]).sum(1)
     return steps[-1].sqrt() * Q.mT[picked], sigma.sign()[picked]

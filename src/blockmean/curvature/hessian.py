@@ -33,15 +33,15 @@ def hessian(
     """The block mean of H = (1/N) Σ_n ∇²ℓ_n.
 
     A = Rᵀ H R is exact: L Hessian-vector products with the block indicators. λ_i is the mean of qᵀHq over the s_i − 1
-    directions q of block i that sum to zero; with s_i − 1 products it is exact, and it is computed so where that is no
-    more than `num_probes`. Larger blocks take random signs z on the block, less their mean: zᵀHz / (s_i − 1) has the
-    expectation λ_i, and probes are drawn afresh for every chunk of the data, so that their errors average out.
+    directions q of block i that sum to zero. If these are no more than `num_probes`, all are used, and λ_i is exact.
+    Larger blocks take random signs z on the block, minus their mean: zᵀHz / (s_i − 1) has the expectation λ_i. Every
+    chunk of the data has its own probes, so that their errors average out.
 
     All blocks could share the products of one probe. That stays unbiased, because signs in different blocks are
-    independent, but every zᵢᵀ H_ij z_j then is noise in λ_i: a block of small curvature drowns in that of its large
-    neighbours. With probes of its own, the relative standard error of λ_i is at most √(2/num_probes) where H_ii is
+    independent, but every zᵢᵀ H_ij z_j is then noise in λ_i: large neighbours drown a block of small curvature. With
+    its own probes, the relative standard error of λ_i is at most √(2/num_probes) where H_ii is
     positive semi-definite, whatever the other blocks are. So they are not shared by default; `share_probes=True` costs
-    num_probes products in all instead of num_probes per block, for many blocks of like curvature.
+    num_probes products in all instead of num_probes per block, for many blocks of similar curvature.
 
     Args:
         num_probes: probes per block for λ; None makes every λ exact, at d − L products.
@@ -54,7 +54,7 @@ def hessian(
 
     >>> model, x = torch.nn.Linear(2, 1, bias=False), torch.tensor([[1.0, 3.0], [2.0, 0.0]])
     >>> H = hessian(model, torch.nn.functional.mse_loss, (x, torch.zeros(2, 1)))
-    >>> torch.allclose(H.to_dense(), torch.tensor([[7.0, 3.0], [3.0, 7.0]]))  # of 2 E[x xᵀ] = [[5, 3], [3, 9]]
+    >>> torch.allclose(H.matrix.to_dense(), torch.tensor([[7.0, 3.0], [3.0, 7.0]]))  # of 2 E[x xᵀ] = [[5, 3], [3, 9]]
     True
     """
     if num_probes is not None:
@@ -77,14 +77,14 @@ def hessian(
                 A[:, j] += to_float64(column) / sizes.sqrt()
             for i in (~estimated & (partition.sizes > 1)).nonzero().flatten().tolist():
                 for q in _centred_basis(len(entries[i])):
-                    lam[i] += _form(problem, product, entries[i], q) / (len(q) - 1)
+                    lam[i] += _quadratic_form(problem, product, entries[i], q) / (len(q) - 1)
             for k in range(draws):
                 if share_probes:
-                    drawn[k] += _shared_forms(problem, product, estimated) / (sizes - 1).clamp(min=1)
+                    drawn[k] += _shared_quadratic_forms(problem, product, estimated) / (sizes - 1).clamp(min=1)
                     continue
                 for i in estimated.nonzero().flatten().tolist():
                     z = problem.signs(len(entries[i]))
-                    drawn[k, i] += _form(problem, product, entries[i], z - z.mean()) / (len(z) - 1)
+                    drawn[k, i] += _quadratic_form(problem, product, entries[i], z - z.mean()) / (len(z) - 1)
             if products:
                 products.add(torch.stack([product(problem.unflat(z)) for z in products.Z]))
     if not draws:
@@ -110,14 +110,14 @@ def _products(problem: Problem, chunk: Chunk) -> Callable[[Tensors], Tensor]:
     return lambda direction: problem.flat(pull({**zeros, **direction})[0])
 
 
-def _form(problem: Problem, product: Callable[[Tensors], Tensor], entries: Tensor, z: Tensor) -> Tensor:
+def _quadratic_form(problem: Problem, product: Callable[[Tensors], Tensor], entries: Tensor, z: Tensor) -> Tensor:
     """zᵀHz for a vector z on some entries."""
     found = product(problem.tangent(entries, z))[entries.to(problem.device)]
     return to_float64(found) @ to_float64(z.to(problem.device))
 
 
-def _shared_forms(problem: Problem, product: Callable[[Tensors], Tensor], estimated: Tensor) -> Tensor:
-    """z_iᵀ (Hz)_i of all blocks that need probes, (L,), for one vector z of random signs less their block means."""
+def _shared_quadratic_forms(problem: Problem, product: Callable[[Tensors], Tensor], estimated: Tensor) -> Tensor:
+    """z_iᵀ (Hz)_i of all blocks that need probes, (L,), for one vector z of random signs minus their block means."""
     partition = problem.partition
     z = problem.signs(partition.num_entries) * partition.expand(estimated.double())
     z = (z - partition.expand(partition.block_sum(z) / partition.sizes)).to(problem.device)

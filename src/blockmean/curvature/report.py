@@ -1,4 +1,4 @@
-"""What a curvature matrix is, exactly: its scaling as an equation, and how sure its numbers are."""
+"""The result of every curvature function: a matrix, and a report of its scaling and accuracy."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from blockmean.partition import Partition
 
 @dataclass(frozen=True)
 class Report:
-    """How a curvature matrix came about; `print` it.
+    """How a curvature matrix was computed; `print` it.
 
     Attributes:
-        matrix: what it is of.
+        matrix: which one it is, "Hessian" for instance.
         equation: the matrix M whose block mean was taken, with every factor.
         samples: N, the number of samples seen.
         partition: its blocks.
-        probes: how many random probes (or labels per sample) stand behind what is estimated, 0 where nothing is.
+        probes: the number of random probes (or labels per sample) of the estimates; 0 if everything is exact.
         estimated: (L,), the blocks whose λ_i is an estimate.
-        exact_A: whether A is exact; it is not where labels were sampled.
-        lam_error: (L,), the standard error of λ_i; 0 where it is exact, NaN where one draw alone cannot tell.
-        explained: ‖E(M)‖²_F / ‖M‖²_F, what the block mean keeps of M; None where `norm_probes` was 0.
-        explained_error: the standard error of `explained`, NaN from a single probe, None where that is.
+        exact_A: whether A is exact; it is not if labels were sampled.
+        lam_error: (L,), the standard error of λ_i; 0 where it is exact, NaN from a single draw.
+        explained: ‖E(M)‖²_F / ‖M‖²_F, the share of M that the block mean keeps; None if `norm_probes` was 0.
+        explained_error: the standard error of `explained`; NaN from a single probe, None if `explained` is None.
     """
 
     matrix: str
@@ -53,12 +53,12 @@ class Report:
             return "A and λ are exact"
         exact = "A is exact" if self.exact_A else "A is estimated"
         drawn = f"{self.probes} draws" if self.probes > 1 else "1 draw"
-        told = f"{exact}, λ of {count:,} of {self.partition.num_blocks:,} blocks is estimated from {drawn}"
+        text = f"{exact}, λ of {count:,} of {self.partition.num_blocks:,} blocks is estimated from {drawn}"
         if self.lam_error.isnan().any():
-            return f"{told}; its standard error is not known"
+            return f"{text}; its standard error is not known"
         worst = int(self.lam_error.argmax())
         name = self.partition.names[worst]
-        return f"{told}; the largest standard error is {float(self.lam_error[worst]):.3g} (block '{name}')"
+        return f"{text}; the largest standard error is {float(self.lam_error[worst]):.3g} (block '{name}')"
 
     def _explained(self) -> str:
         if self.explained is None:
@@ -66,25 +66,39 @@ class Report:
         return f"share of ‖M‖²_F in the block mean: {self.explained:.3g} ± {self.explained_error:.1g}"
 
 
-class Curvature(BlockMean):
-    """A `BlockMean` that also carries the report of how it came about.
+@dataclass(frozen=True, eq=False)
+class Curvature:
+    """A curvature matrix in block-mean form, and a report of how it was computed. `print` shows the report.
 
-    Matrices computed from it (its inverse, its sum with another, ...) are ordinary block-mean matrices without one.
+    Attributes:
+        matrix: the block mean, with the whole algebra: `F.matrix.damped(1e-2).solve(g)`.
+        report: scaling, standard errors, and how much of the matrix its block mean keeps.
     """
 
-    _report: Report | None = None
+    matrix: BlockMean
+    report: Report
 
     @property
-    def report(self) -> Report:
-        if self._report is None:
-            raise AttributeError("This matrix was computed from a curvature matrix: only the latter has a report.")
-        return self._report
+    def partition(self) -> Partition:
+        """The blocks of the matrix."""
+        return self.matrix.partition
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the blocks."""
+        return self.partition.names
+
+    def __repr__(self) -> str:
+        return f"Curvature({self.report.matrix}, {self.matrix!r})"
+
+    def __str__(self) -> str:
+        return str(self.report)
 
 
 def finish(
     problem: Problem,
     products: Products,
-    matrix: str,
+    kind: str,
     term: str,
     A: Tensor,
     lam: Tensor,
@@ -94,15 +108,15 @@ def finish(
     exact_A: bool = True,
     lam_error: Tensor | None = None,
 ) -> Curvature:
-    """The matrix with its report, from A (L, L) and λ (L,) summed over all samples."""
+    """The curvature and its report, from A (L, L) and λ (L,) summed over all samples."""
     partition, weight = problem.partition, problem.weight
     several = partition.nonsingleton.to(lam.device)
-    # Products of vectors and matrices in another order leave A symmetric up to rounding only.
-    made = Curvature._from_A(partition, weight * lam[several], weight * (A + A.mT) / 2, problem.dtype)
-    lam_error = torch.zeros_like(made.lam) if lam_error is None else (weight * lam_error).to(made.lam)
-    explained, explained_error = products.explained(made, weight, lam_error)
-    made._report = Report(
-        matrix=matrix,
+    # Products are summed in different orders, so A is symmetric only up to rounding.
+    matrix = BlockMean._from_A(partition, weight * lam[several], weight * (A + A.mT) / 2, problem.dtype)
+    lam_error = torch.zeros_like(matrix.lam) if lam_error is None else (weight * lam_error).to(matrix.lam)
+    explained, explained_error = products.explained(matrix, weight, lam_error)
+    report = Report(
+        matrix=kind,
         equation=problem.equation(term),
         samples=problem.samples,
         partition=partition,
@@ -113,4 +127,4 @@ def finish(
         explained=explained,
         explained_error=explained_error,
     )
-    return made
+    return Curvature(matrix, report)

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
 
-from blockmean import Partition, curvature, plot
+from blockmean import BlockMean, Partition, curvature, plot
 from blockmean.lab.data import load
 from blockmean.lab.environment import environment
 from blockmean.lab.models import MODELS
@@ -73,7 +73,8 @@ class Inspection:
     """A request and the matrix that came of it."""
 
     request: Request
-    matrix: curvature.Curvature
+    matrix: BlockMean
+    report: curvature.Report
     rows: list[Row]
 
     def largest(self, count: int) -> list[Row]:
@@ -94,11 +95,11 @@ class Inspection:
     def title(self) -> str:
         r = self.request
         trained = f"after {r.train_steps:,} steps" if r.train_steps else "as initialised"
-        return f"{self.matrix.report.matrix} of {r.model} on {r.data or r.dataset}, {trained}"
+        return f"{self.report.matrix} of {r.model} on {r.data or r.dataset}, {trained}"
 
     def record(self) -> dict[str, Any]:
         """All numbers in plain values: the request, the report, one entry per block, and A."""
-        report = self.matrix.report
+        report = self.report
         return {
             "request": asdict(self.request),
             "environment": environment(),
@@ -137,8 +138,8 @@ def inspect(request: Request, data_dir: Path | None = None, download: bool = Fal
     _train(model, loss_fn, inputs, targets, request)
     chosen = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(request.seed))[: request.samples]
     data = inputs[chosen], targets[chosen]
-    matrix = MATRICES[request.matrix](model.eval(), loss_fn, data, blocks, norm_probes=request.norm_probes)
-    return Inspection(request, matrix, _rows(matrix))
+    found = MATRICES[request.matrix](model.eval(), loss_fn, data, blocks, norm_probes=request.norm_probes)
+    return Inspection(request, found.matrix, found.report, _rows(found.matrix))
 
 
 def find_function(spec: str, what: str, known: Iterable[str] = ()) -> Callable[..., Any]:
@@ -218,7 +219,7 @@ def _train(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Tensor, tar
         optimizer.step()
 
 
-def _rows(matrix: curvature.Curvature) -> list[Row]:
+def _rows(matrix: BlockMean) -> list[Row]:
     A, lam = matrix.A.diagonal().tolist(), matrix.lam.tolist()
     total = float(matrix.trace())
     others = plot.correlation(matrix).fill_diagonal_(torch.nan)

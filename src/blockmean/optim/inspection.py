@@ -141,10 +141,13 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside the wrappers that training libraries put around it (`.optimizer`)."""
-    while not hasattr(optimizer, "block_statistics") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+def unwrap(optimizer: Any) -> Any:
+    """The optimizer inside wrappers such as accelerate's, which hold it as `optimizer`; anything else as it is."""
+    inner = optimizer
+    for _ in range(10):  # a wrapper may hold itself
+        if hasattr(inner, "block_statistics"):
+            return inner
+        inner = getattr(inner, "optimizer", None)
     return optimizer
 
 
@@ -162,7 +165,7 @@ def diagnose(optimizer: Any) -> Diagnosis:
     >>> diagnose(optimizer).matters
     True
     """
-    optimizer = unwrapped(optimizer)
+    optimizer = unwrap(optimizer)
     ours = hasattr(optimizer, "block_statistics")
     require(ours, "optimizer", "diagnose", "AdamBMA or AdaGradBMA", type(optimizer).__name__, TypeError)
     energy: dict[str, float] = {}

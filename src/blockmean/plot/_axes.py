@@ -1,4 +1,4 @@
-"""What all pictures share: new axes, lines across a matrix, and which labels have room."""
+"""Shared by all pictures: new axes, lines across a matrix, and which labels have room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LARGEST = 4096
-"""Rows above which no screen shows single cells any more, and a picture would only cost memory."""
+"""The most rows to draw: no screen shows single cells of more, and a picture would only cost memory."""
 
 FONT = 8  # points
 LINE = 1.3 * FONT  # points from one line of text to the next
@@ -27,8 +27,8 @@ def require_pyplot() -> Any:
 def new_axes(size: tuple[float, float] | None = None) -> Axes:
     """The axes of a new figure, one of pyplot, so that `plt.show()` shows it.
 
-    With a size, in inches, the axes fill it, and `make_room` is to be called when all is drawn; without one, the layout
-    is matplotlib's affair.
+    With a size, in inches, the axes fill the figure: call `make_room` when all is drawn. Without one, matplotlib does
+    the layout.
     """
     plt = require_pyplot()
     figure = plt.figure(layout="constrained") if size is None else plt.figure(figsize=size)
@@ -37,7 +37,7 @@ def new_axes(size: tuple[float, float] | None = None) -> Axes:
 
 
 def make_room(ax: Axes, pad: float = 0.08) -> None:  # inches
-    """Enlarge the figure so that all that stands around its axes is inside, and the axes stay as large as they are."""
+    """Enlarge the figure to hold everything around its axes, which keep their size."""
     figure: Any = ax.figure
     boxes: Any = ax.get_window_extent(), ax.get_tightbbox()
     inner, outer = (box.transformed(figure.dpi_scale_trans.inverted()) for box in boxes)  # inches

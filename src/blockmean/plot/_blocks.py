@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from blockmean._checks import require
+from blockmean.curvature import Curvature
 from blockmean.matrix import BlockMean
 from blockmean.partition import Partition
 from blockmean.plot._axes import FONT, LARGEST, LINE, cell_size, draw_lines, new_axes, with_room
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def blocks(
-    matrix: Tensor | BlockMean,
+    matrix: Tensor | BlockMean | Curvature,
     partition: Partition | None = None,
     *,
     ax: Axes | None = None,
@@ -27,18 +28,22 @@ def blocks(
 ) -> Axes:
     """Draw a matrix as coloured cells with the boundaries of its blocks: red above 0, white at 0, blue below.
 
-    Rows carry the names of the blocks and columns their sizes (rows too, where blocks have no names), as far as there
-    is room. Interleaved blocks are drawn block after block. Cells that are not finite are yellow.
+    Rows are labelled with the names of the blocks and columns with their sizes (rows too, where blocks have no names),
+    as far as there is room. Interleaved blocks are drawn one block after the other. Cells that are not finite are
+    yellow.
 
     Args:
-        matrix: (d, d), dense or a BlockMean.
+        matrix: (d, d): a dense one, a BlockMean or a Curvature.
         partition: the blocks to mark; those of a BlockMean by default, a single block for a dense matrix.
         ax: where to draw; a new figure by default.
         vmax: the value of the darkest colour, by default the largest there is. Values beyond it are cut off.
         grid: whether to draw a thin line around every cell, by default where cells are large enough.
-        colorbar: whether to draw the scale beside the matrix.
+        colorbar: whether to draw the scale next to the matrix.
     """
-    require(isinstance(matrix, Tensor | BlockMean), "matrix", "plot.blocks", "a Tensor or BlockMean", matrix, TypeError)
+    if isinstance(matrix, Curvature):
+        matrix = matrix.matrix
+    wanted = "a Tensor or BlockMean, or a Curvature"
+    require(isinstance(matrix, Tensor | BlockMean), "matrix", "plot.blocks", wanted, matrix, TypeError)
     shape = tuple(matrix.shape)
     square = len(shape) == 2 and 0 < shape[0] == shape[1] <= LARGEST
     require(square, "matrix", "plot.blocks", f"square, with at most {LARGEST} rows", f"shape {shape}")
@@ -76,7 +81,7 @@ def blocks(
 
 
 def _label(ax: Axes, partition: Partition, cell: float) -> None:
-    """Write names and sizes of the blocks beside the matrix; `cell` is the height of a row in points."""
+    """Label the matrix with names and sizes of its blocks; `cell` is the height of a row in points."""
     sizes = [f"{size:,}" for size in partition.sizes.tolist()]
     numbered = partition.names == tuple(str(i) for i in range(partition.num_blocks))
     names = sizes if numbered else partition.names

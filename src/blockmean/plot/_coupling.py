@@ -1,4 +1,4 @@
-"""The correlation between blocks as a heat map, beside the scale of each block."""
+"""The correlation between blocks as a heat map, next to the scale of each block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 
 from blockmean.plot._axes import FONT, LARGEST, LINE, cell_size, draw_lines, make_room, new_axes, with_room
-from blockmean.plot._between import Between, Source, between
+from blockmean.plot._block_matrix import BlockMatrix, Source, block_matrix
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,13 +20,13 @@ T = TypeVar("T")
 COLOURS = "RdBu_r"
 POSITIVE, NEGATIVE = "#b2182b", "#2166ac"  # those of the colour map
 UNKNOWN, UNCOUPLED = "0.7", "0.93"
-GAP, STRIP, VALUES, BAR = 12.0, 64.0, 44.0, 10.0  # widths in points; VALUES are the numbers beside the strip
-NUMBERS, TEXT = 24.0, 0.99 * LINE  # points that a cell needs for its number, and a row for one beside it
+GAP, STRIP, VALUES, BAR = 12.0, 64.0, 44.0, 10.0  # widths in points; VALUES is that of the numbers next to the strip
+NUMBERS, TEXT = 24.0, 0.99 * LINE  # points that a cell needs for its number, and a row for the one next to it
 WIDEST = 8.0  # inches
 
 
 class Labels(NamedTuple):
-    """What stands beside the rows, where (in rows), and where lines part the groups of blocks."""
+    """Labels of the rows, their places (in rows), and the lines between groups of blocks."""
 
     at: list[float]
     texts: list[str]
@@ -38,23 +38,23 @@ def coupling(
 ) -> Axes:
     """Draw how blocks depend on each other: A_ij / √|A_ii A_jj| as colours, red above 0, white at 0, blue below.
 
-    The scales of blocks, which that leaves out, stand beside it: A_ii on a logarithmic axis, blue where it is negative.
-    Cells carry their numbers where they are large enough. Where there is no room for the names of all blocks, those of
-    their parameters or modules stand there instead, with lines between them.
+    That leaves out the scales of blocks, so A_ii is drawn next to it on a logarithmic axis, blue where it is negative.
+    Large cells show their numbers. Where the names of all blocks have no room, those of their parameters or modules
+    take their place, with lines between them.
 
     Dark grey cells have no data: A_ii is 0 up to rounding. Light grey ones are between blocks that an optimizer does
-    not couple, because they are in different modules or parameter groups. With coupling "none" nothing but A_ii is
-    known, and the picture is that of A_ii alone. `AdaGradBMA` sets A_ii to 1 in the variants "paper" and "consistent";
-    there A_ij itself is drawn, and no scale.
+    not couple, because they are in different modules or parameter groups. With coupling "none" there is only A_ii to
+    draw. `AdaGradBMA` sets A_ii to 1 in the variants "paper" and "consistent"; the picture then shows A_ij itself,
+    without a scale.
 
     Args:
-        source: a BlockMean (as `blockmean.curvature` gives), what an optimizer's `block_statistics()` returns, one
-            entry of it, or the optimizer itself. At most 4,096 blocks, 100,000 where they are not coupled.
-        ax: where to draw; a new figure of a fitting size by default. What stands beside the heat map lies outside.
-        scale: whether to draw A_ii beside the heat map.
+        source: a BlockMean, a Curvature, an optimizer (or a wrapper that holds one as `optimizer`), what its
+            `block_statistics()` returns, or one entry of it. At most 4,096 blocks, 100,000 where they are not coupled.
+        ax: where to draw the heat map; scale and colour bar lie outside. By default, a new figure of a fitting size.
+        scale: whether to draw A_ii next to the heat map.
         colorbar: whether to draw the meaning of the colours.
     """
-    found = between(source, "plot.coupling")
+    found = block_matrix(source, "plot.coupling")
     L = len(found.names)
     is_new = ax is None
     ax = ax or new_axes((_side(L) if found.A.ndim == 2 else 4.0, _side(L)))
@@ -88,7 +88,7 @@ def coupling(
 
 
 def _side(L: int) -> float:
-    """The height of a new picture in inches: room for numbers in few cells, and for names beside more."""
+    """The height of a new picture in inches: room for numbers if cells are few, else for names."""
     return max(2.0, 0.42 * L) if L <= 15 else min(WIDEST, max(6.0, LINE / 72 * L))
 
 
@@ -96,7 +96,7 @@ def _side(L: int) -> float:
 
 
 def _labels(names: Sequence[str], cell: float) -> Labels:
-    """The finest names that all have room, be it of blocks, parameters or modules; else as many as have room."""
+    """The finest level of names (blocks, parameters, modules) that fits; if none does, as many as have room."""
     best: tuple[float, list[int], list[tuple[str, int, int]]] | None = None
     coarser: list[int] = []
     for level in _levels(names):
@@ -137,7 +137,7 @@ def _runs(values: Sequence[T]) -> list[tuple[T, int, int]]:
 # ---------------------------------------------------------------- drawing
 
 
-def _draw_correlation(ax: Axes, found: Between, labels: Labels, cell: float) -> None:
+def _draw_correlation(ax: Axes, found: BlockMatrix, labels: Labels, cell: float) -> None:
     values, L = found.correlation(), len(found.names)
     # Light grey first, dark grey above it, then the colours, which are transparent where there is no number.
     ax.set_facecolor(UNCOUPLED)
@@ -166,26 +166,26 @@ def _short(value: float) -> str:
     return text.replace("-0.00", "0.00").replace("-", "−")
 
 
-def _draw_scale(ax: Axes, found: Between, labels: Labels, cell: float) -> None:
-    """A_ii as dots beside the rows, and in numbers where there is room."""
+def _draw_scale(ax: Axes, found: BlockMatrix, labels: Labels, cell: float) -> None:
+    """A_ii as dots next to the rows, and as numbers where there is room."""
     L, diagonal = len(found.names), found.diagonal
     middles = torch.arange(L) + 0.5
-    seen = ~found.silent
+    known = ~found.no_data
     ax.set_ylim(L, 0)
-    if bool(seen.any()):
-        decades = diagonal[seen].abs().log10()
+    if bool(known.any()):
+        decades = diagonal[known].abs().log10()
         low, high = math.floor(float(decades.min())), math.ceil(float(decades.max()))
         ax.set(xscale="log", xlim=(10.0**low / 1.5, 10.0 ** max(high, low + 1) * 1.5))
         _place_decades(ax, low, max(high, low + 1))
-        for mask, colour in ((seen & (diagonal > 0), POSITIVE), (seen & (diagonal < 0), NEGATIVE)):
+        for mask, colour in ((known & (diagonal > 0), POSITIVE), (known & (diagonal < 0), NEGATIVE)):
             if bool(mask.any()):
                 size = min(6.0, max(1.5, 0.5 * cell))
                 many = L > LARGEST  # one dot each would make an SVG of megabytes
                 ax.plot(diagonal[mask].abs(), middles[mask], "o", color=colour, ms=size, clip_on=False, rasterized=many)
     else:
         ax.set_xticks([])
-    for is_silent, start, stop in _runs(found.silent.tolist()):
-        if is_silent:
+    for without_data, start, stop in _runs(found.no_data.tolist()):
+        if without_data:
             ax.axhspan(start, stop, color=UNKNOWN, linewidth=0)
     ax.hlines(labels.edges, 0, 1, color="0.6", linewidth=0.4, transform=ax.get_yaxis_transform())
     ax.grid(axis="x", color="0.9", linewidth=0.6)
@@ -193,8 +193,8 @@ def _draw_scale(ax: Axes, found: Between, labels: Labels, cell: float) -> None:
     ax.tick_params(axis="y", length=0)
     ax.spines[:].set_color("0.6")
     if cell >= TEXT:
-        for y, value, silent in zip(middles.tolist(), diagonal.tolist(), found.silent.tolist(), strict=True):
-            text = "–" if silent else f"{value:.3g}".replace("-", "−")
+        for y, value, without_data in zip(middles.tolist(), diagonal.tolist(), found.no_data.tolist(), strict=True):
+            text = "–" if without_data else f"{value:.3g}".replace("-", "−")
             ax.text(1.04, y, text, fontsize=FONT - 1, va="center", transform=ax.get_yaxis_transform())
 
 
@@ -206,10 +206,10 @@ def _place_decades(ax: Axes, low: int, high: int) -> None:
     ax.minorticks_off()
 
 
-def _draw_colorbar(ax: Axes, left: float, width: float, found: Between, constant: bool) -> None:
+def _draw_colorbar(ax: Axes, left: float, width: float, found: BlockMatrix, constant: bool) -> None:
     image = ax.images[-1]
     beyond = bool((found.correlation().nan_to_num(0).abs() > 1 + 1e-4).any())  # more than rounding
-    negative = bool((found.diagonal[~found.silent] < 0).any())
+    negative = bool((found.diagonal[~found.no_data] < 0).any())
     inside = "|A_{ii} A_{jj}|" if negative else "A_{ii} A_{jj}"
     bar = ax.figure.colorbar(image, cax=ax.inset_axes((left, 0, width, 1)), extend="both" if beyond else "neither")
     bar.ax.tick_params(labelsize=FONT)
@@ -221,7 +221,7 @@ def _draw_colorbar(ax: Axes, left: float, width: float, found: Between, constant
     bar.set_label(meaning, fontsize=FONT + 1)
 
 
-def _draw_legend(ax: Axes, found: Between, title: str | None) -> None:
+def _draw_legend(ax: Axes, found: BlockMatrix, title: str | None) -> None:
     """The title, and under it the meaning of the greys that occur."""
     from matplotlib.patches import Patch
 

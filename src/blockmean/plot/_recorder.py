@@ -1,4 +1,4 @@
-"""How an optimizer's matrices between blocks change in training, without a change to the training loop."""
+"""How an optimizer's matrices between blocks change in training, recorded without touching the training loop."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ from torch.optim import Optimizer
 
 from blockmean._checks import require
 from blockmean.optim import BlockStatistics
+from blockmean.optim.inspection import unwrap
 from blockmean.optim.optimizer import BlockMeanOptimizer
 from blockmean.plot._axes import LARGEST
 from blockmean.plot._coupling import coupling
-from blockmean.plot._course import Course, draw_courses
+from blockmean.plot._history import CouplingHistory, draw_histories
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OWNER = "CouplingRecorder"
 MOST_SCALARS = 20
-"""Blocks of each matrix whose A_ii is written to TensorBoard."""
+"""How many A_ii of each matrix go to TensorBoard."""
 
 
 class Writer(Protocol):
-    """What is asked of a writer: `torch.utils.tensorboard.SummaryWriter` has it."""
+    """The methods a writer needs; `torch.utils.tensorboard.SummaryWriter` has them."""
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None: ...
     def add_figure(self, tag: str, figure: Any, global_step: int | None = None) -> None: ...
 
 
 class CouplingRecorder:
-    """Keep what an optimizer knows of its blocks every so many steps, and draw its course.
+    """Record what an optimizer knows about its blocks every few steps, and draw how it changes.
 
-    It hooks into `optimizer.step()`, so that the training loop stays as it is, and costs a count between the recorded
-    steps. A recorded one costs `block_statistics()`: a pass over the state, and the eigenvalues of every A; with a
-    writer also a picture of it.
+    It hooks into `optimizer.step()`: the training loop stays as it is, and steps between records cost nothing. A record
+    costs `block_statistics()`, which passes over the state and takes the eigenvalues of every A; with a writer, it
+    costs a picture too.
 
-    Kept are A_ii, the condition of A and the share of the correction, not the L×L matrices (`plot.coupling(optimizer)`
-    draws the present ones). Memory is bounded: after `max_records` records every second one is forgotten, and from
-    then on only every second one is kept, so that those there are always span the whole course.
+    A record has A_ii, the condition of A and the share of the correction, not the L×L matrices (`plot.coupling
+    (optimizer)` draws the current ones). Memory is bounded: after `max_records` records every second one is dropped,
+    and from then on only every second one is kept, so that they always span the whole training.
 
     Args:
-        optimizer: one of blockmean's.
+        optimizer: one of blockmean's, or a wrapper that holds one as `optimizer`.
         every: steps from one record to the next.
         writer: a TensorBoard writer (`pip install 'blockmean[tensorboard]'`). It gets every record, as scalars under
             "coupling/": condition, share of the correction, and A_ii of the 20 blocks where it was largest at the first
-            record; and, where blocks are no more than 4,096, the picture of `plot.coupling`. It is not closed here.
+            record; and, for up to 4,096 blocks, the picture of `plot.coupling`. The recorder does not close it.
         max_records: records to keep; each is L float32 numbers.
 
     >>> import torch
@@ -61,13 +62,14 @@ class CouplingRecorder:
     ...         optimizer.zero_grad()
     ...         layer(torch.ones(4)).sum().backward()
     ...         optimizer.step()
-    >>> [(course["names"], course["steps"]) for course in recorder.history]
+    >>> [(record["names"], record["steps"]) for record in recorder.history]
     [(['weight[0]', 'weight[1]', 'bias'], [2, 4, 6])]
     """
 
     def __init__(
         self, optimizer: BlockMeanOptimizer, every: int = 100, writer: Writer | None = None, *, max_records: int = 256
     ) -> None:
+        optimizer = unwrap(optimizer)
         ours = isinstance(optimizer, BlockMeanOptimizer)
         require(ours, "optimizer", OWNER, "an optimizer of blockmean", type(optimizer).__name__, TypeError)
         for name, value, least in (("every", every, 1), ("max_records", max_records, 2)):
@@ -77,52 +79,53 @@ class CouplingRecorder:
         able = writer is None or all(callable(getattr(writer, name, None)) for name in ("add_scalar", "add_figure"))
         require(able, "writer", OWNER, "a TensorBoard SummaryWriter", type(writer).__name__, TypeError)
         self.optimizer, self.every, self.writer, self.max_records = optimizer, every, writer, max_records
-        # Training that was taken up again goes on counting where it was.
+        # Resumed training continues the count.
         self.steps = int(max((float(s["step"]) for s in optimizer.state.values() if "step" in s), default=0))
-        self._courses: dict[tuple[int, str, int], Course] = {}
+        self._histories: dict[tuple[int, str, int], CouplingHistory] = {}
         self._shown: dict[tuple[int, str, int], list[int]] = {}
         self._records, self._stride = 0, 1
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """What was recorded, one entry per matrix, in plain values that JSON can hold.
+        """The records, one entry per matrix, in plain values that strict JSON can hold.
 
         Each has `group`, `coupling`, `names` and `sizes` of the blocks, and, record by record, `steps`, `condition`
-        (None where A is singular), `correction_share` and `diagonal` (A_ii, one list per record).
+        (None where A is singular), `correction_share` and `diagonal` (A_ii, one list per record). A number that is
+        not finite is None.
         """
-        return [course.as_dict() for course in self._courses.values()]
+        return [history.as_dict() for history in self._histories.values()]
 
     def save(self, path: str | Path) -> Path:
-        """Write the history as JSON, or as CSV with one row per record and block, as the name of the file says."""
+        """Write the history to a .json file, or to a .csv file with one row per record and block."""
         path = Path(path)
         require(path.suffix in (".json", ".csv"), "path", f"{OWNER}.save", "a .json or .csv file", str(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".json":
-            path.write_text(json.dumps(self.history) + "\n")
+            path.write_text(json.dumps(self.history, allow_nan=False) + "\n")
             return path
         with path.open("w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(["step", "group", "coupling", "block", "entries", "A_ii", "condition", "correction_share"])
-            for course in self._courses.values():
-                records = zip(course.steps, course.diagonal, course.condition, course.correction_share, strict=True)
-                for step, diagonal, condition, share in records:
-                    for name, size, value in zip(course.names, course.sizes, diagonal.tolist(), strict=True):
-                        rows.writerow([step, course.group, course.coupling, name, size, value, condition, share])
+            for kept in self.history:
+                columns = (kept[key] for key in ("steps", "diagonal", "condition", "correction_share"))
+                for step, diagonal, condition, share in zip(*columns, strict=True):
+                    for name, size, value in zip(kept["names"], kept["sizes"], diagonal, strict=True):
+                        rows.writerow([step, kept["group"], kept["coupling"], name, size, value, condition, share])
         return path
 
     def draw(self) -> Figure:
         """A_ii per block on a logarithmic axis, the condition of A and the share of the correction, over the steps.
 
-        Where there are many blocks, the ten that ended highest or changed most are lines with names, the others a
-        range: all of them light grey, the middle half darker.
+        If blocks are many, the ten that ended highest or changed most are named lines, and a range shows the others:
+        all of them in light grey, the middle half darker.
         """
-        if not self._courses:
+        if not self._histories:
             raise ValueError(f"Nothing is recorded yet: the first record is made after {self.every:,} steps.")
-        return draw_courses(list(self._courses.values()))
+        return draw_histories(list(self._histories.values()))
 
     def close(self) -> None:
-        """Stop recording; what was recorded stays."""
+        """Stop recording; the history stays."""
         self._handle.remove()
 
     def __enter__(self) -> CouplingRecorder:
@@ -144,19 +147,19 @@ class CouplingRecorder:
             self._write(self.writer, found)
         if self._records % self._stride == 0:
             for statistics in found:
-                self._course_of(statistics).add(self.steps, statistics)
-            if any(len(course.steps) > self.max_records for course in self._courses.values()):
+                self._history_of(statistics).add(self.steps, statistics)
+            if any(len(history.steps) > self.max_records for history in self._histories.values()):
                 self._stride *= 2
-                for course in self._courses.values():
-                    course.thin()
+                for history in self._histories.values():
+                    history.thin()
         self._records += 1
 
-    def _course_of(self, statistics: BlockStatistics) -> Course:
+    def _history_of(self, statistics: BlockStatistics) -> CouplingHistory:
         key = _key(statistics)
-        if key not in self._courses:
+        if key not in self._histories:
             sizes = statistics.sizes.tolist()
-            self._courses[key] = Course(statistics.group, statistics.coupling, statistics.names, sizes)
-        return self._courses[key]
+            self._histories[key] = CouplingHistory(statistics.group, statistics.coupling, statistics.names, sizes)
+        return self._histories[key]
 
     def _write(self, writer: Writer, found: list[BlockStatistics]) -> None:
         several = len({statistics.group for statistics in found}) > 1
@@ -176,5 +179,5 @@ class CouplingRecorder:
 
 
 def _key(statistics: BlockStatistics) -> tuple[int, str, int]:
-    """What stays the same for one matrix, as long as its blocks do."""
+    """What identifies a matrix as long as its blocks stay the same."""
     return statistics.group, statistics.coupling, len(statistics.names)

@@ -72,7 +72,7 @@ def _deviation(model: nn.Module, by: str, images: Tensor, labels: Tensor, F: Ten
     partition = Partition.of(model, by)
     streamed = curvature.empirical_fisher(model, nn.functional.cross_entropy, (images, labels), partition)
     fitted = BlockMean.fit(F, partition).to_dense()
-    return float((streamed.to_dense() - fitted).norm() / fitted.norm())
+    return float((streamed.matrix.to_dense() - fitted).norm() / fitted.norm())
 
 
 def _train(model: nn.Module, images: Tensor, labels: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a recorder has seen of one matrix between blocks, and the picture of its course."""
+"""The records of one matrix between blocks over training, and their picture."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from blockmean.optim import BlockStatistics
 from blockmean.plot._axes import FONT, require_pyplot
-from blockmean.plot._between import SILENT
+from blockmean.plot._block_matrix import ZERO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_LINES = 10
-"""Lines that can be told apart by their colours."""
+"""The most lines whose colours are distinct."""
 
 
 @dataclass
-class Course:
+class CouplingHistory:
     """One matrix of an optimizer over the recorded steps."""
 
     group: int
@@ -37,8 +37,8 @@ class Course:
 
     def add(self, step: int, statistics: BlockStatistics) -> None:
         self.steps.append(step)
-        self.condition.append(statistics.condition if math.isfinite(statistics.condition) else None)
-        self.correction_share.append(statistics.correction_share)
+        self.condition.append(_finite(statistics.condition))
+        self.correction_share.append(_finite(statistics.correction_share))
         self.diagonal.append(statistics.diagonal.detach().to("cpu", torch.float32))
 
     def thin(self) -> None:
@@ -47,86 +47,91 @@ class Course:
             del column[1::2]
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain values, as JSON has them; a condition that is infinite is None."""
-        return {**vars(self), "diagonal": [values.tolist() for values in self.diagonal]}
+        """In plain values that strict JSON can hold; a number that is not finite is None."""
+        diagonal = [[_finite(v) for v in values.tolist()] for values in self.diagonal]
+        return {**vars(self), "diagonal": diagonal}
 
 
-def draw_courses(courses: Sequence[Course]) -> Figure:
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def draw_histories(histories: Sequence[CouplingHistory]) -> Figure:
     """A_ii, the condition of A and the share of the correction over the steps, one panel each.
 
-    Variants that have A_ii = 1 by definition do without the first.
+    For variants with A_ii = 1 by definition the first is left out.
     """
     plt = require_pyplot()
     figure: Figure
-    unit = all(bool((values == 1).all()) for course in courses for values in course.diagonal)
+    unit = all(bool((values == 1).all()) for history in histories for values in history.diagonal)
     heights = (1, 1) if unit else (2, 1, 1)
     figure, axes = plt.subplots(
         len(heights), sharex=True, figsize=(8, 2 * sum(heights)), layout="constrained", height_ratios=heights
     )
     if not unit:
-        _draw_blocks(axes[0], courses)
+        _draw_blocks(axes[0], histories)
         axes[0].set(yscale="log", ylabel="$A_{ii}$")
-    names = [_name(course, courses) for course in courses]
+    names = [_name(history, histories) for history in histories]
     condition, share = axes[-2:]
     for ax, values in (
-        (condition, [course.condition for course in courses]),
-        (share, [course.correction_share for course in courses]),
+        (condition, [history.condition for history in histories]),
+        (share, [history.correction_share for history in histories]),
     ):
-        _draw_lines(ax, [course.steps for course in courses], values, names, thin="other matrices")
-    largest = max((v for course in courses for v in course.condition if v is not None), default=1.0)
+        _draw_lines(ax, [history.steps for history in histories], values, names, thin="other matrices")
+    largest = max((v for history in histories for v in history.condition if v is not None), default=1.0)
     condition.set(yscale="log" if largest > 10 else "linear", ylabel="condition of $A$")
     condition.set_ylim(*(None, None) if largest > 10 else (1.0, max(1.05 * largest, 1.1)))
-    if any(None in course.condition for course in courses):
+    if any(None in history.condition for history in histories):
         condition.set_title("gaps: $A$ is singular", fontsize=FONT, loc="right")
     share.set(ylabel="share of correction", xlabel="step")
     for ax in axes:
         ax.grid(color="0.9", linewidth=0.6)
         ax.set_axisbelow(True)
         ax.margins(x=0.02)
-    share.set_ylim(0, 1.05 * max((v for course in courses for v in course.correction_share if v), default=1.0))
+    share.set_ylim(0, 1.05 * max((v for history in histories for v in history.correction_share if v), default=1.0))
     return figure
 
 
-def _name(course: Course, courses: Sequence[Course]) -> str:
-    several = len({other.group for other in courses}) > 1
-    return f"group {course.group}: {course.coupling}" if several else course.coupling
+def _name(history: CouplingHistory, histories: Sequence[CouplingHistory]) -> str:
+    several = len({other.group for other in histories}) > 1
+    return f"group {history.group}: {history.coupling}" if several else history.coupling
 
 
-def _draw_blocks(ax: Axes, courses: Sequence[Course]) -> None:
-    """A_ii of all blocks: a line each where they are few, else those of interest before the range of all."""
-    several = len({course.group for course in courses}) > 1
+def _draw_blocks(ax: Axes, histories: Sequence[CouplingHistory]) -> None:
+    """A_ii of all blocks: a line each if they are few, else the most interesting ones and the range of all."""
+    several = len({history.group for history in histories}) > 1
     steps: list[list[int]] = []
     lines: list[Tensor] = []
     names: list[str] = []
-    for course in courses:
-        values = torch.stack([_heard(diagonal) for diagonal in course.diagonal])  # (records, L)
+    for history in histories:
+        values = torch.stack([nonzero_diagonal(diagonal) for diagonal in history.diagonal])  # (records, L)
         for i in values.isfinite().any(0).nonzero().flatten().tolist():
-            steps.append(course.steps)
+            steps.append(history.steps)
             lines.append(values[:, i])
-            names.append(f"group {course.group}: {course.names[i]}" if several else course.names[i])
+            names.append(f"group {history.group}: {history.names[i]}" if several else history.names[i])
     interesting = _of_interest(lines)
     if len(interesting) < len(lines):
-        _draw_ranges(ax, courses)
+        _draw_ranges(ax, histories)
     for i in interesting:
         ax.plot(steps[i], lines[i], marker=".", ms=4, linewidth=1.2, label=names[i])
     _legend(ax, len(lines) - len(interesting), "further blocks\n(all grey, middle half darker)")
-    silent = sum(len(course.names) for course in courses) - len(lines)
-    if silent:
-        note = f"left out: {silent:,} block{'s' if silent > 1 else ''} whose $A_{{ii}}$ is 0 up to rounding"
+    left_out = sum(len(history.names) for history in histories) - len(lines)
+    if left_out:
+        note = f"left out: {left_out:,} block{'s' if left_out > 1 else ''} whose $A_{{ii}}$ is 0 up to rounding"
         ax.set_title(note, fontsize=FONT, loc="right")
 
 
-def _heard(diagonal: Tensor) -> Tensor:
-    """A_ii, or NaN where it is 0 up to rounding."""
-    return diagonal.where(diagonal > SILENT * diagonal.max(), torch.nan)
+def nonzero_diagonal(diagonal: Tensor) -> Tensor:
+    """A_ii, or NaN where it is 0 up to rounding or not finite."""
+    return diagonal.where(diagonal.isfinite() & (diagonal > ZERO * diagonal.nan_to_num(0, 0, 0).max()), torch.nan)
 
 
-def _draw_ranges(ax: Axes, courses: Sequence[Course]) -> None:
+def _draw_ranges(ax: Axes, histories: Sequence[CouplingHistory]) -> None:
     """The range of all A_ii at every step, and of their middle half."""
     at: dict[int, list[Tensor]] = {}
-    for course in courses:
-        for step, values in zip(course.steps, course.diagonal, strict=True):
-            at.setdefault(step, []).append(_heard(values))
+    for history in histories:
+        for step, values in zip(history.steps, history.diagonal, strict=True):
+            at.setdefault(step, []).append(nonzero_diagonal(values))
     edges = torch.tensor([0.0, 0.25, 0.75, 1.0])
     steps = sorted(at)
     spans = torch.stack([torch.cat(at[step]).nanquantile(edges) for step in steps])
@@ -135,7 +140,7 @@ def _draw_ranges(ax: Axes, courses: Sequence[Course]) -> None:
 
 
 def _of_interest(lines: Sequence[Tensor]) -> list[int]:
-    """All lines where they are few; else those that end highest, and those that changed most."""
+    """All lines if they are few; else those that end highest, and those that changed most."""
     if len(lines) <= MOST_LINES:
         return list(range(len(lines)))
     logs = [line[line.isfinite()].log() for line in lines]
@@ -149,7 +154,7 @@ def _of_interest(lines: Sequence[Tensor]) -> list[int]:
 def _draw_lines(
     ax: Axes, steps: Sequence[list[int]], values: Sequence[list[float | None]], names: Sequence[str], thin: str
 ) -> None:
-    """One line per matrix; where there are many, the highest in colours and the others grey."""
+    """One line per matrix; if there are many, the highest in colours and the others in grey."""
     heights = [max((v for v in line if v is not None), default=-math.inf) for line in values]
     chosen = sorted(range(len(names)), key=heights.__getitem__, reverse=True)[:MOST_LINES]
     for i, (x, line) in enumerate(zip(steps, values, strict=True)):
