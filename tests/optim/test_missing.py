@@ -37,7 +37,8 @@ def test_parameters_without_gradient_stay_and_keep_their_state(case):
     # The root is a cache of all blocks together. A block that several parameters share has statistics of its own, and
     # what absent and present blocks have in common fades in averages.
     common = case.shares_blocks or (case.averages and case.option("coupling") != "none")
-    ignored = ("root", "root_of", "U", "energy", "weight", "variance") if common else ("root", "root_of")
+    shared = ("U", "energy", "weight", "variance", "total", "total_variance", "count")
+    ignored = ("root", "root_of", *shared) if common else ("root", "root_of")
 
     def frozen(param):
         state = {key: value.clone() for key, value in optimizer.state.get(param, {}).items() if key not in ignored}

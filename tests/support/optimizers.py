@@ -101,6 +101,7 @@ CASES = [
         {"coupling": "module", "refresh_every": 3, "correction_cap": 0.5, "betas": (0.8, 0.9), "weight_decay": 0.1},
     ),
     Case("natural", NaturalGradientBMA),
+    Case("natural-tensor-all", NaturalGradientBMA, {"partition": "tensor", "coupling": "all", "momentum": 0.0}),
     Case(
         "natural-unit-none",
         NaturalGradientBMA,

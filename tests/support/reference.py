@@ -290,15 +290,19 @@ class DenseAdamBMA:
 
 
 class DenseNaturalGradient:
-    """θ ← θ − η (F + δI)⁻¹ g with F the block mean, by loops, of the averaged g gᵀ."""
+    """v ← μ v + √τ (F + δτI)⁻¹ g, θ ← θ − η (v + w θ), with F the block mean, by loops, of two averages of g gᵀ."""
 
-    def __init__(self, theta, labels, modules, *, lr, damping, beta, radius=None):
+    def __init__(self, theta, labels, modules, *, lr, damping, beta, momentum=0.0, decay=0.0):
         self.theta, self.labels, self.modules = theta.copy(), labels, modules
-        self.lr, self.damping, self.beta, self.radius = lr, damping, beta, radius
-        self.H, self.t = np.zeros((len(theta), len(theta))), 0
+        self.lr, self.damping, self.beta, self.momentum, self.decay = lr, damping, beta, momentum, decay
+        self.gradients, self.v = [], np.zeros(len(theta))
 
     def fisher(self):
-        H = self.H / (1 - self.beta**self.t)
+        T, d = len(self.gradients), len(self.theta)
+        recent = np.array([self.beta ** (T - 1 - t) for t in range(T)])
+        H = np.zeros((d, d))
+        for g, weight in zip(self.gradients, recent / recent.sum(), strict=True):
+            H += (weight / 2 + 1 / (2 * T)) * np.outer(g, g)
         F = np.zeros_like(H)
         blocks = [np.flatnonzero(self.labels == i) for i in range(self.labels.max() + 1)]
         for i, rows in enumerate(blocks):
@@ -313,12 +317,9 @@ class DenseNaturalGradient:
         return F
 
     def step(self, g):
-        self.t += 1
-        self.H = self.beta * self.H + (1 - self.beta) * np.outer(g, g)
+        self.gradients.append(g.copy())
         F = self.fisher()
-        F += self.damping * np.trace(F) / len(g) * np.eye(len(g))
-        direction = np.linalg.solve(F, g)
-        rate = self.lr
-        if self.radius is not None:
-            rate = min(rate, self.radius / np.sqrt(g @ direction))
-        self.theta -= rate * direction
+        tau = np.trace(F) / len(g)
+        direction = np.sqrt(tau) * np.linalg.solve(F + self.damping * tau * np.eye(len(g)), g)
+        self.v = self.momentum * self.v + direction
+        self.theta -= self.lr * (self.v + self.decay * self.theta)

@@ -1,12 +1,27 @@
-"""Natural gradient with a block-mean Fisher matrix: θ ← θ − η (F + δI)⁻¹ g by Theorem 1.
+"""Natural gradient with a block-mean Fisher matrix: θ ← θ − η √τ (F + δτI)⁻¹ g by Theorem 1.
 
-F is the empirical Fisher matrix E[g gᵀ], averaged over steps, in its block mean approximation. Proposition 1 asks for
-nothing but averages of block sums and of variances inside blocks, so the d×d matrix is never there:
+F is the empirical Fisher matrix of batch gradients in its block-mean approximation, averaged twice:
 
-    A_ij = E[u_i u_j] / √(s_i s_j)          λ_i = E[variance of g inside block i]
-    (F + δI)⁻¹ g = (g − u_i/s_i) / (λ_i + δ) + c_i,     c = S^-½ (A + δI)⁻¹ S^-½ u
+    F = ½ E_β[g gᵀ] + ½ E_1[g gᵀ]       E_β: over recent steps, with decay β;   E_1: over all steps alike
+    τ = tr F / d                        its mean eigenvalue
 
-The mean of a block goes through A and what is left of it through λ: Theorem 1 without a difference of large numbers.
+A running average alone vanishes with the gradient, so that F⁻¹g grows without bound where training should end. The
+average over all steps keeps F from vanishing: the step shrinks with the gradient. The recent average keeps F up to
+date, and bounds the step, because F ≥ ½ (1 − β) g gᵀ:
+
+    Δθᵀ(F + δτI)Δθ ≤ 2d τ η² / (1 − β)
+
+√τ makes the step independent of the scale of the loss: η is a length per entry, as in Adam. Proposition 1 needs only
+block sums and variances inside blocks, so the d×d matrix is never formed:
+
+    A_ij = E[u_i u_j] / √(s_i s_j)          λ_i = E[variance of g inside block i]          E = ½ E_β + ½ E_1
+    τ = Σ_i ((s_i − 1) λ_i + A_ii) / d
+    (F + δτI)⁻¹ g = (g − u_i/s_i) / (λ_i + δτ) + c_i,     c = S^-½ (A + δτI)⁻¹ S^-½ u
+
+The mean of a block goes through A and the rest of it through λ: Theorem 1 without a difference of large numbers. With
+momentum μ and weight decay w
+
+    v ← μ v + √τ (F + δτI)⁻¹ g          θ ← θ − η (v + w θ)
 """
 
 from __future__ import annotations
@@ -28,7 +43,10 @@ from blockmean.optim.optimizer import BlockMeanOptimizer, Work
 from blockmean.optim.passes import arithmetic, move_
 
 ADAPT = 1.5
-"""By how much the damping is raised or lowered at a time."""
+"""By how much `adapt_damping` raises or lowers the damping at a time."""
+
+DAMPING_RANGE = (1e-3, 1e6)
+"""Where `adapt_damping` keeps the damping."""
 
 
 class NaturalGradientBMA(BlockMeanOptimizer):
@@ -36,16 +54,16 @@ class NaturalGradientBMA(BlockMeanOptimizer):
 
     Args:
         params: parameters, (name, parameter) pairs, or dicts of groups, as for every optimizer of torch.
-        lr: learning rate, a number or a tensor with one element.  # η
-        damping: δ, in units of the mean eigenvalue of F. With 0 the step does not change when blocks are rescaled.
-        beta: decay of the averages that make up F.
-        trust_radius: longest step, as √(Δθᵀ(F + δI)Δθ): what the model may change at a time, whatever lr says. None
-            is no limit; then lr has to be small, because F is that of a whole batch and its steps are long.
+        lr: learning rate, a number or a tensor with one element: the length of a step per entry, as in Adam.  # η
+        damping: δ, in units of the mean eigenvalue of F. With 0 the direction of the step does not change when blocks
+            are rescaled. Large values turn the step into that of SGD.
+        beta: decay of the average over recent steps.
         momentum: of the steps, as in `torch.optim.SGD`.
         partition: how parameters are cut into blocks, see `Partition.of`.
         coupling: which blocks share one matrix: "all", those of one "module", or "none".
-        adapt_damping: raise or lower the damping after each step with a closure, by how well the quadratic model
-            foretold the change of the loss (Levenberg and Marquardt); the closure is called a second time for that.
+        adapt_damping: raise or lower the damping after each step with a closure (Levenberg and Marquardt), by comparing
+            the change of the loss with −½ gᵀΔθ, which a step to the minimum of a quadratic loss would give. The closure
+            is called a second time for that.
         weight_decay: decoupled: F stays that of the loss.
         maximize: step uphill.
         nonfinite: what a NaN or infinite gradient does: "raise" (before anything has changed) or "skip" the step.
@@ -53,27 +71,35 @@ class NaturalGradientBMA(BlockMeanOptimizer):
     Cost O(d + L³) per step; state O(L²) numbers, and d more with momentum.
 
     >>> model = torch.nn.Linear(3, 2)
-    >>> optimizer = NaturalGradientBMA(model.parameters(), lr=1e-2)
+    >>> optimizer = NaturalGradientBMA(model.parameters(), lr=1e-3)
     >>> model(torch.ones(3)).square().sum().backward()
     >>> optimizer.step()
     """
 
     entry_state = optional_state = ("momentum_buffer",)
-    statistics_kept = MappingProxyType({"U": "matrix", "weight": "vector", "variance": "vector"})
+    statistics_kept = MappingProxyType(
+        {
+            "U": "matrix",
+            "weight": "vector",
+            "variance": "vector",
+            "total": "matrix",
+            "total_variance": "vector",
+            "count": "vector",
+        }
+    )
     not_negative = ("lr", "weight_decay", "damping")
     switches = ("maximize", "adapt_damping")
 
     def __init__(
         self,
         params: ParamsT | nn.Module,
-        lr: float | Tensor = 1e-2,
+        lr: float | Tensor = 1e-3,
         *,
         damping: float = 0.1,
         beta: float = 0.95,
-        trust_radius: float | None = 0.01,
-        momentum: float = 0.0,
-        partition: By = "tensor",
-        coupling: str = "all",
+        momentum: float = 0.9,
+        partition: By = "unit",
+        coupling: str = "none",
         adapt_damping: bool = False,
         weight_decay: float = 0.0,
         maximize: bool = False,
@@ -85,7 +111,6 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             "lr": lr,
             "damping": damping,
             "beta": beta,
-            "trust_radius": trust_radius,
             "momentum": momentum,
             "partition": partition,
             "coupling": coupling,
@@ -96,7 +121,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             "foreach": foreach,
             "fused": fused,
         }
-        self._foretold = 0.0
+        self._predicted = 0.0
         super().__init__(params, defaults)
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -105,121 +130,110 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         for name in ("beta", "momentum"):
             require_number(group[name], name, owner)
             require(group[name] < 1, name, owner, "below 1", group[name])
-        require_number(group["trust_radius"], "trust_radius", owner, positive=True, optional=True)
         if group["adapt_damping"]:
-            require(group["momentum"] == 0, "momentum", owner, "0 with adapt_damping=True", group["momentum"])
             require(group["damping"] > 0, "damping", owner, "> 0 with adapt_damping=True", group["damping"])
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step, and with a closure and `adapt_damping` learn from it how far the model can be trusted."""
-        self._foretold = 0.0
+        """Take one step; with a closure and `adapt_damping`, adapt the damping to how the loss changed."""
+        self._predicted = 0.0
         before = super().step(closure)
-        if closure is not None and before is not None and self._foretold > 0:
+        if closure is not None and before is not None and self._predicted > 0:
             with torch.enable_grad():
                 after = closure()
-            ratio = (_number(before) - _number(after)) / self._foretold
+            ratio = (_number(before) - _number(after)) / self._predicted
             for group in (group for group in self.param_groups if group["adapt_damping"]):
-                sign = -1 if group["maximize"] else 1
-                if not sign * ratio >= 0.25:  # NaN too
-                    group["damping"] *= ADAPT
-                elif sign * ratio > 0.75:
-                    group["damping"] /= ADAPT
+                group["damping"] = adapted(group["damping"], -ratio if group["maximize"] else ratio)
         return before
 
     def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = {"step": torch.tensor(0.0, dtype=torch.float32)}
-        if group["momentum"]:
-            state["momentum_buffer"] = torch.zeros_like(param, dtype=arithmetic(param.dtype))
+        return {"step": torch.tensor(0.0, dtype=torch.float32)}
+
+    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super()._state_of(param, group)
+        if group["momentum"] and "momentum_buffer" not in state:  # a schedule may switch it on later
+            return {**state, "momentum_buffer": torch.zeros_like(param, dtype=arithmetic(param.dtype))}
         return state
 
     def block_sums(self, work: Work) -> Tensor:
-        """Rows Σ g, squares around the mean of each piece of a block, and Σ (Σ g)²/s, (3, L).
+        """Rows Σ g, squares around the mean of each piece of a block, Σ (Σ g)²/s, and, where the change of the loss is
+        predicted, Σ g (μ v + w θ).
 
-        The last two add up over pieces to the sum of squares, in a form that keeps the digits of a variance.
+        The second and third add up over pieces to the sum of squares, in a form that keeps the digits of a variance.
         """
-        columns = []
-        for param, grad, cut in zip(work.params, work.grads, work.cuts, strict=True):
+        group, columns = work.group, []
+        buffers = work.moments["momentum_buffer"]
+        for i, (param, grad, cut) in enumerate(zip(work.params, work.grads, work.cuts, strict=True)):
             if grad is None:
-                columns.append(torch.zeros(3, cut.count, dtype=torch.float64, device=param.device))
+                columns.append(torch.zeros(4, cut.count, dtype=torch.float64, device=param.device))
                 continue
-            g = _signed(param, grad, work.group)
-            u, sizes = cut.sum(g), cut.sizes.to(g)
+            g = _signed(param, grad, group)
+            u, sizes = cut.sum(g), cut.sizes.to(g, non_blocking=True)
             squares = cut.sum((g - cut.spread(u / sizes)).square_())
-            columns.append(torch.stack([u, squares, u.square() / sizes]).double())
+            carried = torch.zeros_like(u)
+            if group["adapt_damping"]:
+                rest = group["weight_decay"] * param.to(g.dtype)
+                carried = cut.sum(g * (rest + group["momentum"] * buffers[i] if buffers else rest))
+            columns.append(torch.stack([u, squares, u.square() / sizes, carried]).double())
         return torch.cat(columns, 1)
+
+    def solve(self, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+        """The means of the blocks, 1 / (λ + δτ), and c, all times √τ but the means, (L,) each."""
+        group, sizes = work.group, work.layout.sizes.to(work.sums, non_blocking=True)
+        u, squares, between, carried = work.sums
+        on = torch.ones_like(u, dtype=torch.bool) if work.present is None else work.present
+        within = (squares + between - u.square() / sizes).clamp(min=0)
+        variance, lam = within / (sizes - 1).clamp(min=1), torch.zeros_like(u)
+        trace = torch.zeros_like(u[0])
+        found: list[tuple[Any, Tensor]] = []
+        for _, blocks, part in self.statistics(work, list(self.statistics_kept)):
+            beta, present = group["beta"], on[blocks]
+            accumulate_(part["U"], u[blocks], beta, present)
+            average_(part["weight"], torch.ones_like(u[blocks]), beta, present)
+            average_(part["variance"], variance[blocks], beta, present)
+            accumulate_(part["total"], u[blocks], None, None)
+            part["total_variance"].add_(variance[blocks])
+            part["count"].add_(present)
+            A = _matrix(sizes[blocks], part)
+            inside = (part["variance"] / part["weight"] + part["total_variance"] / part["count"]) / 2
+            # A single entry has no variance; any λ gives the same step, and this one loses no digits.
+            lam[blocks] = torch.where(present, torch.where(sizes[blocks] == 1, diagonal(A), inside), 0.0)
+            trace += (diagonal(A) * present).sum()
+            found.append((blocks, A))
+        trace += (lam * (sizes - 1)).sum()
+        tau = trace / (sizes * on).sum()  # Σ ((s_i − 1) λ_i + A_ii) / Σ s_i over the blocks that take part
+        unit = torch.where(tau > NEGLIGIBLE, 1 / tau, 0.0)  # no gradients so far: no step
+        scale = unit.sqrt()
+        inverse = damped_inverse(lam * unit, group["damping"]) * on * scale
+        common = u * sizes.rsqrt()  # the gradient along the direction that a block's entries share
+        solved = torch.zeros_like(u)
+        for blocks, A in found:
+            solved[blocks] = self._solve(A * unit, group["damping"], common[blocks]) * on[blocks] * scale
+        self._last[work.number] = (inverse * common, solved - inverse * common)
+        if group["adapt_damping"]:
+            slope = float((inverse * within + solved * common + carried).sum())  # −gᵀΔθ/η
+            self._predicted += float(group["lr"]) * slope / 2
+        return u / sizes, inverse, solved * sizes.rsqrt()
 
     def matrices(self, work: Work) -> Iterator[tuple[Component, Any, Tensor]]:
         for component, blocks, part in self.statistics(work, list(self.statistics_kept)):
-            yield component, blocks, _matrix(work.layout.sizes[blocks], part)
-
-    def solve(self, work: Work) -> tuple[Tensor, Tensor, Tensor, float]:
-        group, layout, sizes = work.group, work.layout, work.layout.sizes.to(work.sums)
-        u, squares, between = work.sums
-        on = torch.ones_like(u, dtype=torch.bool) if work.present is None else work.present
-        within = (squares + between - u.square() / sizes).clamp(min=0)
-        variance = within / (sizes - 1).clamp(min=1)
-        lam = torch.zeros_like(u)
-        A: list[tuple[Any, Tensor]] = []
-        for _, blocks, state in self.statistics(work, list(self.statistics_kept)):
-            accumulate_(state["U"], u[blocks], group["beta"], on[blocks])
-            average_(state["weight"], torch.ones_like(u[blocks]), group["beta"], on[blocks])
-            average_(state["variance"], variance[blocks], group["beta"], on[blocks])
-            matrix = _matrix(sizes[blocks], state)
-            own = matrix if layout.is_diagonal else matrix.diagonal()
-            # A single entry has no variance; any λ gives the same step, and this one loses no digits.
-            inside = state["variance"] / state["weight"].clamp(min=torch.finfo(u.dtype).tiny)
-            lam[blocks] = torch.where(sizes[blocks] == 1, own, inside)
-            A.append((blocks, matrix))
-        damping = self._damping(work, A, lam, on)
-        inverse = torch.where(lam + damping > NEGLIGIBLE, 1 / (lam + damping), 0.0) * on
-        common = u * sizes.rsqrt()  # the gradient along the direction that a block's entries share
-        solved = torch.zeros_like(u)
-        for blocks, matrix in A:
-            solved[blocks] = self._solve(matrix, damping, common[blocks])
-        self._last[work.number] = (inverse * common, solved - inverse * common)
-        c = solved * sizes.rsqrt() * on
-        gain = float((inverse * within + c * u).sum())  # gᵀ(F + δI)⁻¹g
-        return u / sizes, inverse, c, self._share(group, gain)
-
-    def _share(self, group: dict[str, Any], gain: float) -> float:
-        """How much of the step stays within the trust radius."""
-        lr, radius = float(group["lr"]), group["trust_radius"]
-        if radius is not None:
-            radius *= 1 - group["momentum"]  # steps in one direction add up to 1 / (1 − momentum) of the last
-        length = lr * max(gain, 0.0) ** 0.5
-        share = 1.0 if radius is None or length <= radius else radius / length
-        if group["adapt_damping"]:
-            # Along its own step the damped quadratic model falls by η (1 − η/2) gᵀ(F + δI)⁻¹g.
-            self._foretold += share * lr * (1 - share * lr / 2) * gain
-        return share
-
-    def _damping(self, work: Work, A: list[tuple[Any, Tensor]], lam: Tensor, on: Tensor) -> float:
-        """δ: the given damping times the mean eigenvalue of F over the blocks that take part."""
-        sizes = work.layout.sizes.to(lam) * on
-        trace = (lam * (sizes - 1).clamp(min=0)).sum()
-        for blocks, matrix in A:
-            trace += ((matrix if work.layout.is_diagonal else matrix.diagonal()) * on[blocks]).sum()
-        return float(work.group["damping"] * trace / sizes.sum())
+            yield component, blocks, _matrix(work.layout.sizes[blocks].to(part["U"]), part)
 
     def _solve(self, A: Tensor, damping: float, b: Tensor) -> Tensor:
         try:
             return damped_solve(A, damping, b)
         except LinAlgError:
             self.count_fallback(len(A))
-            return damped_solve(A if A.ndim == 1 else A.diagonal(), damping, b)
+            return damped_solve(diagonal(A), damping, b)
 
-    def apply_(self, work: Work, solution: tuple[Tensor, Tensor, Tensor, float]) -> None:
-        """θ ← θ − η (weight_decay θ + (F + δI)⁻¹ g), through a momentum buffer if there is one."""
+    def apply_(self, work: Work, solution: tuple[Tensor, Tensor, Tensor]) -> None:
+        """v ← μ v + (g − mean) inverse + c, θ ← θ − η (v + w θ)."""
         group, lr = work.group, float(work.group["lr"])
-        *values, share = solution
-        means, inverses, shifts = (work.per_block(x) for x in values)
+        means, inverses, shifts = (work.per_block(x) for x in solution)
         for i, (param, grad, cut) in enumerate(zip(work.params, work.grads, work.cuts, strict=True)):
             if grad is None:
                 continue
             g = _signed(param, grad, group)
-            shift, middle, scale = (
-                cut.spread(x.to(g.dtype)) for x in (share * shifts[i], means[i], share * inverses[i])
-            )
+            shift, middle, scale = (cut.spread(x[i].to(g.dtype)) for x in (shifts, means, inverses))
             step = torch.addcmul(shift, g - middle, scale)
             if group["momentum"]:
                 step = work.moments["momentum_buffer"][i].mul_(group["momentum"]).add_(step)
@@ -229,8 +243,9 @@ class NaturalGradientBMA(BlockMeanOptimizer):
 
 
 def _matrix(sizes: Tensor, part: dict[str, Tensor]) -> Tensor:
-    """A of a component."""
-    return normalised(part["U"], (sizes.to(part["U"]) * part["weight"]).sqrt(), keep_diagonal=True)
+    """A of a component: the mean of both averages."""
+    recent = normalised(part["U"], (sizes * part["weight"]).sqrt(), keep_diagonal=True)
+    return (recent + normalised(part["total"], (sizes * part["count"]).sqrt(), keep_diagonal=True)) / 2
 
 
 def _signed(param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
@@ -240,3 +255,22 @@ def _signed(param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
 
 def _number(loss: float | Tensor) -> float:
     return float(loss.detach() if isinstance(loss, Tensor) else loss)
+
+
+def adapted(damping: float, ratio: float) -> float:
+    """The damping after a step that lowered the loss by `ratio` times what was predicted."""
+    if not ratio >= 0.25:  # NaN too
+        damping *= ADAPT
+    elif ratio > 0.75:
+        damping /= ADAPT
+    return min(max(damping, DAMPING_RANGE[0]), DAMPING_RANGE[1])
+
+
+def diagonal(A: Tensor) -> Tensor:
+    """The diagonal of a matrix, or of the diagonal matrix that a vector stands for, (L,)."""
+    return A if A.ndim == 1 else A.diagonal()
+
+
+def damped_inverse(lam: Tensor, damping: float) -> Tensor:
+    """1 / (λ + δ), and 0 where that is out of range."""
+    return torch.where(lam + damping > NEGLIGIBLE, 1 / (lam + damping), 0.0)
