@@ -23,47 +23,11 @@ from torch.nn.functional import cross_entropy
 from blockmean import Partition, curvature, plot
 from blockmean.lab import data, models
 from blockmean.lab.environment import use_threads
+from blockmean.lab.text import CharacterTransformer, load_text
 
 SHAPE = (1, 28, 28)
 CONTEXT = 32  # characters
 Batch = tuple[Tensor, Tensor]
-
-
-class CharacterTransformer(nn.Module):
-    """Two layers that predict every character from those before it; LayerNorm stands before attention and MLP."""
-
-    def __init__(self, vocabulary: int, width: int = 48) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(vocabulary, width), nn.Embedding(CONTEXT, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
-
-    def forward(self, characters: Tensor) -> Tensor:
-        hidden = self.embed(characters) + self.place(torch.arange(CONTEXT))
-        hidden = self.blocks(hidden, mask=self.mask, is_causal=True)
-        outputs: Tensor = self.head(self.norm(hidden)).mT
-        return outputs  # (n, vocabulary, CONTEXT), as cross_entropy has it
-
-
-def text() -> tuple[str, str]:
-    """The name of a text, and the text."""
-    file = Path(os.environ.get("BLOCKMEAN_DATA", "")) / "text" / "tinyshakespeare.txt"
-    if file.is_file():
-        return "tinyshakespeare", file.read_text()
-    from pydoc_data.topics import topics
-
-    return "the Python manual", "\n".join(topics[name] for name in sorted(topics))
-
-
-def characters() -> tuple[str, int, Batch]:
-    """The name of the text, the number of different characters, and (inputs, targets) (n, CONTEXT) each."""
-    name, found = text()
-    alphabet = {character: i for i, character in enumerate(sorted(set(found)))}
-    codes = torch.tensor([alphabet[character] for character in found])
-    windows = codes[: (len(codes) - 1) // CONTEXT * CONTEXT + 1]
-    return name, len(alphabet), (windows[:-1].view(-1, CONTEXT), windows[1:].view(-1, CONTEXT))
 
 
 def train(model: nn.Module, samples: Batch, steps: int, lr: float, batch: int) -> float:
@@ -121,12 +85,13 @@ def draw(out: Path) -> list[Path]:
     use_threads(1)
     images = data.load("digits")
     digits = images.train, images.train_labels
-    name, vocabulary, windows = characters()
+    text = load_text(CONTEXT, os.environ.get("BLOCKMEAN_DATA"))
+    name, windows = text.name, (text.inputs, text.targets)
     tasks: dict[str, tuple[Callable[[], nn.Module], Batch, int, int, float, int]] = {
         # model, samples, how many of them for the matrix, steps, lr, batch
         "small": (lambda: models.small(SHAPE), digits, 1000, 500, 1e-2, 64),
         "large": (lambda: models.large(SHAPE), digits, 200, 300, 1e-3, 32),
-        "text": (lambda: CharacterTransformer(vocabulary), windows, 500, 400, 3e-3, 32),
+        "text": (lambda: CharacterTransformer(text.vocabulary, context=CONTEXT), windows, 500, 400, 3e-3, 32),
     }
     told = {"small": "small net, digits", "large": "large net, digits", "text": f"transformer, {name}"}
     written: list[Path] = []

@@ -558,6 +558,7 @@ class BlockMeanOptimizer(Optimizer):
         """A saved group with all options, once it is known to fit."""
         group, owner = self.param_groups[number], type(self).__name__
         full = {**{key: value for key, value in group.items() if key != "params"}, **saved}
+        full.update({key: group[key] for key in ("foreach", "fused") if key in group})  # how, not what, is computed
         lr = full["lr"]
         require(isinstance(lr, int | float | Tensor) and bool(lr == lr), "lr", owner, "a number", lr)
         self.check_kinds(full)
