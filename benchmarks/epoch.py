@@ -20,7 +20,7 @@ from typing import Any
 
 from blockmean.lab.environment import environment, use_threads
 from blockmean.lab.paper.protocol import SMALL_ARMS
-from blockmean.lab.train import Spec, run, steps_per_epoch
+from blockmean.lab.train import RunSpec, run, steps_per_epoch
 
 COLUMNS = ("epoch", "reading data", "forward and backward", "optimizer", "drawing batches", "evaluation")
 
@@ -31,7 +31,7 @@ def epoch(arm: str, dataset: str, data_dir: Path | None) -> dict[str, float]:
     import torch._dynamo  # noqa: F401  # torch's optimizers import it at their first step, in seconds
 
     steps = steps_per_epoch(dataset, 100)
-    spec = Spec(dataset, "small", **SMALL_ARMS[arm], lr=0.1, seed=0, steps=steps, batch=100)
+    spec = RunSpec(dataset, "small", **SMALL_ARMS[arm], lr=0.1, seed=0, steps=steps, batch=100)
     steps_ended: list[tuple[float, float]] = []
     began, cpu_began = _now()
     record = run(spec, data_dir, lambda step, loss: steps_ended.append(_now()))

@@ -21,7 +21,7 @@ from rich.progress import Progress
 from blockmean.lab.environment import environment
 from blockmean.lab.records import run_all
 from blockmean.lab.study import interval
-from blockmean.lab.train import Spec
+from blockmean.lab.train import RunSpec
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 TUNING_SEEDS = (100,)
@@ -57,15 +57,15 @@ def compare(
 ) -> dict[str, Any]:
     """For each arm its best rate, what five seeds reached with it, and the paired difference from its baseline."""
 
-    def specs(arm: str, rates: Sequence[float], seeds: Sequence[int]) -> list[Spec]:
-        return [Spec(**setting, **arms[arm], lr=rate, seed=seed) for rate in rates for seed in seeds]
+    def specs(arm: str, rates: Sequence[float], seeds: Sequence[int]) -> list[RunSpec]:
+        return [RunSpec(**setting, **arms[arm], lr=rate, seed=seed) for rate in rates for seed in seeds]
 
-    def run(wanted: list[Spec], title: str) -> dict[Spec, dict[str, Any]]:
+    def run(wanted: list[RunSpec], title: str) -> dict[RunSpec, dict[str, Any]]:
         found = {}
         with Progress() as progress:
             bar = progress.add_task(f"{task}: {title}", total=len(wanted))
             for record in run_all(wanted, options.records, options.data_dir, options.jobs):
-                found[Spec(**record["spec"])] = record
+                found[RunSpec(**record["spec"])] = record
                 progress.advance(bar)
         return found
 

@@ -11,7 +11,7 @@ from statistics import median
 
 from matplotlib.figure import Figure
 
-from blockmean.lab.paper import PARTS, Outcome, Setting, Verdict
+from blockmean.lab.paper import PARTS, Outcome, ReportConfig, Verdict
 from blockmean.lab.paper.fig5 import COLOURS, Found, curves, draw, find
 from blockmean.lab.paper.protocol import SMALL_ARMS
 from blockmean.lab.picture import Picture, save
@@ -21,19 +21,19 @@ PAGE = ROOT / "docs" / "results.md"
 EPOCH = ROOT / "benchmarks" / "results" / "epoch.json"
 
 
-def setting(out: Path) -> Setting:
+def config(out: Path) -> ReportConfig:
     """The published records, and a folder for pictures."""
-    return Setting(out, ROOT / "results", profile="paper", measure=False)
+    return ReportConfig(out, ROOT / "results", profile="paper", measure=False)
 
 
 def outcomes(out: Path) -> dict[str, Outcome]:
     """All parts of the paper, Figure 5 first."""
-    return {name: PARTS[name](setting(out)) for name in sorted(PARTS, key=lambda name: name != "fig5")}
+    return {name: PARTS[name](config(out)) for name in sorted(PARTS, key=lambda name: name != "fig5")}
 
 
 def pictures(out: Path) -> list[Picture]:
     """All studies in small, and the curves of each data set."""
-    ready = [one for one in find(setting(out)) if one.results]
+    ready = [one for one in find(config(out)) if one.results]
     by_data = {name: [one for one in ready if one.study.dataset == name] for name in ("mnist", "cifar10")}
     drawn = [draw(studies, set(SMALL_ARMS), out / f"fig5-{name}") for name, studies in by_data.items()]
     return [overview(ready, out / "overview"), *drawn]

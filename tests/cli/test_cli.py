@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import blockmean
 from blockmean import cli
 from blockmean.lab import data, paper
-from blockmean.lab.paper import PARTS, Claim, Outcome, Setting, Verdict
+from blockmean.lab.paper import PARTS, Claim, Outcome, ReportConfig, Verdict
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.sources import DamagedData
 from support.small_data import small_mnist, write
@@ -51,7 +51,7 @@ def test_only_the_parts_that_are_asked_for(tmp_path: Path):
 
 
 def test_pictures_are_the_same_bytes_every_time(tmp_path: Path):
-    first, second = (PARTS["fig2"](Setting(tmp_path / name, tmp_path)).pictures for name in "ab")
+    first, second = (PARTS["fig2"](ReportConfig(tmp_path / name, tmp_path)).pictures for name in "ab")
     assert [picture.svg.read_bytes() for picture in first] == [picture.svg.read_bytes() for picture in second]
 
 
@@ -66,7 +66,7 @@ def outcome(verdict: Verdict, exact: bool) -> Outcome:
 def test_only_mathematics_that_fails_gives_exit_code_1(
     verdict: Verdict, exact: bool, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(paper, "PARTS", {"part": lambda setting: outcome(verdict, exact)})
+    monkeypatch.setattr(paper, "PARTS", {"part": lambda config: outcome(verdict, exact)})
     result = run(cli.app, ["report", "--out", str(tmp_path)])
     assert result.exit_code == code
     assert str(verdict) in result.output
@@ -76,10 +76,10 @@ def test_only_mathematics_that_fails_gives_exit_code_1(
 def test_a_part_without_good_data_does_not_withhold_the_rest(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    def without_data(setting: Setting) -> Outcome:
+    def without_data(config: ReportConfig) -> Outcome:
         raise error("mnist is not here")
 
-    monkeypatch.setattr(paper, "PARTS", {"a": without_data, "b": lambda setting: outcome(Verdict.NOISE, False)})
+    monkeypatch.setattr(paper, "PARTS", {"a": without_data, "b": lambda config: outcome(Verdict.NOISE, False)})
     result = run(cli.app, ["report", "--out", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert "a is not in the report: mnist is not here" in result.output
@@ -87,7 +87,7 @@ def test_a_part_without_good_data_does_not_withhold_the_rest(
 
 
 def test_a_part_that_is_wrong_is_not_taken_for_a_wrong_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def broken(setting: Setting) -> Outcome:
+    def broken(config: ReportConfig) -> Outcome:
         raise ValueError("a bug")
 
     monkeypatch.setattr(paper, "PARTS", {"a": broken})
@@ -131,7 +131,7 @@ def test_report_measures_nothing(record: str | None, tmp_path: Path):
 
 
 def test_paths_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(paper, "PARTS", {"part": lambda setting: outcome(Verdict.NOISE, False)})
+    monkeypatch.setattr(paper, "PARTS", {"part": lambda config: outcome(Verdict.NOISE, False)})
     out = tmp_path / "[bold]"
     result = run(cli.app, ["report", "--out", str(out)])
     assert f"report: {out / 'report.html'}" in result.output

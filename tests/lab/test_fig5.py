@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from test_study import record_of
 
 from blockmean.lab.paper.fig5 import curves, fig5, find
-from blockmean.lab.paper.outcome import Setting, Verdict
+from blockmean.lab.paper.outcome import ReportConfig, Verdict
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.records import write
 
@@ -28,7 +28,7 @@ def record(spec, loss, **changed):
 def verdicts(tmp_path: Path, losses: dict[str, list[float]]) -> list[str]:
     study = studies("quick")[0]
     publish(tmp_path / "records", study, losses)
-    return [claim.verdict for claim in fig5(Setting(tmp_path, tmp_path / "records")).claims]
+    return [claim.verdict for claim in fig5(ReportConfig(tmp_path, tmp_path / "records")).claims]
 
 
 def test_a_clear_gain_holds_and_full_is_reached(tmp_path):
@@ -49,14 +49,14 @@ def test_what_seeds_cannot_tell_apart_is_noise(tmp_path):
 def test_one_seed_gives_no_verdict(tmp_path):
     study = studies("quick", seeds=1)[0]
     publish(tmp_path, study, {"diag": [1.0], "BMA": [0.5], "full": [0.5]})
-    claims = fig5(Setting(tmp_path, tmp_path, seeds=1)).claims
+    claims = fig5(ReportConfig(tmp_path, tmp_path, seeds=1)).claims
     assert {claim.verdict for claim in claims} == {Verdict.UNKNOWN}
     assert {claim.measured for claim in claims} == {"one seed says nothing of noise"}
 
 
 def test_a_verdict_waits_for_all_runs(tmp_path):
     publish(tmp_path, studies("quick")[0], {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.91], "full": [0.7, 0.8, 0.9]})
-    outcome = fig5(Setting(tmp_path, tmp_path))
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert {claim.verdict for claim in outcome.claims} == {Verdict.UNKNOWN}
     assert {claim.measured for claim in outcome.claims} == {"BMA has 2 of 3 runs"}
     assert [row[2] for row in outcome.tables[0].rows] == ["3", "2 of 3", "3"]
@@ -82,7 +82,7 @@ def test_similar_to_full_is_past_the_middle_between_diag_and_full(tmp_path, case
 
 def test_a_seed_that_does_no_better_than_guessing_is_named(tmp_path):
     publish(tmp_path, studies("quick")[0], {"diag": [0.5, 0.6, 0.7], "BMA": [0.4, 2.3026, 0.5]})
-    outcome = fig5(Setting(tmp_path, tmp_path))
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert outcome.claims[0].verdict is Verdict.NOISE
     assert outcome.claims[0].measured.endswith("smaller with 2 of 3 seeds; BMA: 1 stuck; without: −6 ± 25")
     assert outcome.tables[0].rows[1][2] == "3, 1 stuck"
@@ -95,7 +95,7 @@ def test_a_seed_that_does_no_better_than_guessing_is_named(tmp_path):
 )
 def test_few_seeds_that_move_are_told_as_few(tmp_path, losses, left):
     publish(tmp_path, studies("quick")[0], {"diag": [0.5, 0.6, 0.7], "BMA": losses})
-    assert fig5(Setting(tmp_path, tmp_path)).claims[0].measured.endswith(left)
+    assert fig5(ReportConfig(tmp_path, tmp_path)).claims[0].measured.endswith(left)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_few_seeds_that_move_are_told_as_few(tmp_path, losses, left):
 def test_runs_that_are_stuck_are_not_drawn_unless_all_are(tmp_path, losses, drawn):
     publish(tmp_path, studies("quick")[0], {"BMA": losses})
     ax = Figure().subplots()
-    curves(ax, find(Setting(tmp_path, tmp_path))[0].results, "train_loss")
+    curves(ax, find(ReportConfig(tmp_path, tmp_path))[0].results, "train_loss")
     assert [line.get_ydata()[-1] for line in ax.lines] == pytest.approx(drawn)  # the mean first
 
 
@@ -114,13 +114,13 @@ def test_published_records_stand_in_for_what_the_profile_does_not_run_and_say_so
     arms = {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.91, 1.0], "Adam": [0.9, 0.9, 0.9], "AdamBMA": [0.8, 0.9, 0.9]}
     publish(own, studies("quick")[0], arms)
     publish(published, studies("paper")[1], arms)  # three of five seeds
-    setting = Setting(tmp_path / "out", own, published=published)
-    names = [(one.study.name, one.published) for one in find(setting)]
+    config = ReportConfig(tmp_path / "out", own, published=published)
+    names = [(one.study.name, one.published) for one in find(config)]
     assert names == [
         ("digits-small", False),
         ("cifar10-small", True),
     ]
-    outcome = fig5(setting)
+    outcome = fig5(config)
     assert [picture.path.name for picture in outcome.pictures] == ["fig5", "fig5-own"]
     assert all(picture.svg.stat().st_size > 1000 and picture.png.exists() for picture in outcome.pictures)
     text = outcome.pictures[0].svg.read_text()
@@ -139,7 +139,7 @@ def test_published_records_stand_in_for_what_the_profile_does_not_run_and_say_so
 def test_tables_show_what_was_chosen_and_reached(tmp_path):
     study = studies("quick")[0]
     publish(tmp_path, study, {"diag": [1.0, 1.1, 1.5], "BMA": [0.8, 0.9, 1.0]})
-    best, rates = fig5(Setting(tmp_path, tmp_path)).tables
+    best, rates = fig5(ReportConfig(tmp_path, tmp_path)).tables
     assert [row[:4] for row in best.rows] == [["diag", "0.1", "3", "48.0"], ["BMA", "0.1", "3", "36.0"]]
     assert best.rows[0][4] == "–"
     assert best.rows[1][4] == "−12 ± 17"  # 40 batches × (−0.2, −0.2, −0.5), t = 4.303
@@ -148,7 +148,7 @@ def test_tables_show_what_was_chosen_and_reached(tmp_path):
 
 
 def test_without_records_it_says_so(tmp_path):
-    outcome = fig5(Setting(tmp_path, tmp_path))
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert (outcome.pictures, outcome.tables) == ([], [])
     assert outcome.claims[0].measured == "diag has 0 of 3 runs, BMA has 0 of 3 runs"
     assert {claim.verdict for claim in outcome.claims} == {Verdict.UNKNOWN}
@@ -157,8 +157,8 @@ def test_without_records_it_says_so(tmp_path):
 
 def test_published_records_do_not_pass_for_those_of_this_profile(tmp_path):
     publish(tmp_path / "results", studies("paper")[0], {"diag": [1.0] * 5, "BMA": [0.9] * 5})
-    setting = Setting(tmp_path, tmp_path / "records", profile="paper", epochs=3, published=tmp_path / "results")
-    assert not any(one.results for one in find(setting))
+    config = ReportConfig(tmp_path, tmp_path / "records", profile="paper", epochs=3, published=tmp_path / "results")
+    assert not any(one.results for one in find(config))
 
 
 def test_it_is_said_which_code_made_the_records(tmp_path):
@@ -167,7 +167,7 @@ def test_it_is_said_which_code_made_the_records(tmp_path):
     made = {"code": "abc123", "torch": "2.13.0", "cpu": "a processor"}
     for spec in study.specs("diag", [0.1], study.final):
         write(tmp_path / study.name, spec, record(spec, 1.0, environment=made))
-    told = fig5(Setting(tmp_path, tmp_path)).notes[-1]
+    told = fig5(ReportConfig(tmp_path, tmp_path)).notes[-1]
     assert told.endswith(": 5 runs by code ?, torch ?, ?; 3 runs by code abc123, torch 2.13.0, a processor.")
 
 
@@ -178,7 +178,7 @@ def test_a_run_that_diverges_is_infinitely_bad(tmp_path, name, verdict):
     spec = study.specs(name, [0.1], study.final)[0]
     whole = record(spec, 1.0)
     write(tmp_path / study.name, spec, {**whole, "diverged_at": 3, "epochs": whole["epochs"][:1]})
-    outcome = fig5(Setting(tmp_path, tmp_path))
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert [claim.verdict for claim in outcome.claims[:2]] == [verdict, verdict]
     assert "no mean, runs diverged" in outcome.claims[0].measured
     assert f"{name}: 1 diverged" in outcome.claims[0].measured

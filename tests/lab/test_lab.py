@@ -15,10 +15,10 @@ import blockmean
 from blockmean.lab import environment, records
 from blockmean.lab.data import Images, load
 from blockmean.lab.models import MODELS
-from blockmean.lab.train import Spec, _batches, run, steps_per_epoch
+from blockmean.lab.train import RunSpec, _batches, run, steps_per_epoch
 
 REAL_DATA = Path(__file__).parents[3] / "shared" / "data"
-SPEC = Spec(dataset="digits", model="small", optimizer="AdaGradBMA", lr=0.1, seed=0, steps=5, batch=50)
+SPEC = RunSpec(dataset="digits", model="small", optimizer="AdaGradBMA", lr=0.1, seed=0, steps=5, batch=50)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +202,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from blockmean.lab.records import run_all
-from blockmean.lab.train import Spec
+from blockmean.lab.train import RunSpec
 
 if __name__ == "__main__":
-    spec = Spec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50)
+    spec = RunSpec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50)
     for record in run_all([spec, replace(spec, steps=1_000_000)], Path(sys.argv[1])):
         print("finished", record["spec"]["steps"], flush=True)
 """
@@ -227,7 +227,7 @@ def test_an_interruption_loses_only_the_run_in_progress(tmp_path):
     assert process.returncode != 0
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert len(list((tmp_path / "records").iterdir())) == 1
-    assert records.read(tmp_path / "records", Spec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50))
+    assert records.read(tmp_path / "records", RunSpec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50))
 
 
 def test_workers_do_not_outlive_the_process_that_started_them(tmp_path):

@@ -15,7 +15,7 @@ from torch import nn
 
 from blockmean import BlockMean, Partition
 from blockmean.lab.data import load
-from blockmean.lab.paper import PARTS, Outcome, Setting, Verdict, small_fisher, timing
+from blockmean.lab.paper import PARTS, Outcome, ReportConfig, Verdict, small_fisher, timing
 from blockmean.lab.paper.architecture import architecture
 from blockmean.lab.paper.related_work import RANKS, approximations
 from blockmean.lab.paper.small_fisher import fisher
@@ -28,8 +28,8 @@ UNTIMED = ("theorems", "fig1", "fig2", "fig3", "fig4", "table1", "table2", "tabl
 PICTURES = {"fig1": ["fig1"], "fig2": ["fig2"], "fig3": ["fig3", "fig3-storage"], "fig4": ["fig4"]}
 
 
-def setting(folder: Path) -> Setting:
-    return Setting(out=folder / "pictures", records=folder / "records")
+def config(folder: Path) -> ReportConfig:
+    return ReportConfig(out=folder / "pictures", records=folder / "records")
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_the_parts_come_in_the_order_of_the_paper_and_say_what_they_are():
 
 @pytest.mark.parametrize("name", UNTIMED)
 def test_a_part_holds_where_it_is_mathematics_and_shows_what_it_promises(name: str, tmp_path: Path, few_images: None):
-    outcome = PARTS[name](setting(tmp_path))
+    outcome = PARTS[name](config(tmp_path))
     assert any(claim.exact for claim in outcome.claims)
     assert not [claim for claim in outcome.claims if claim.exact and claim.verdict != Verdict.HOLDS]
     assert not [text for text in texts(outcome) if "nan" in text or "None" in text]
@@ -70,9 +70,9 @@ def test_a_part_holds_where_it_is_mathematics_and_shows_what_it_promises(name: s
     "name", [name if name == "fig2" else pytest.param(name, marks=pytest.mark.slow) for name in PICTURES]
 )
 def test_pictures_and_findings_are_the_same_every_time(name: str, tmp_path: Path, few_images: None):
-    first = PARTS[name](setting(tmp_path / "a"))
+    first = PARTS[name](config(tmp_path / "a"))
     torch.manual_seed(123)  # of no importance
-    again = PARTS[name](setting(tmp_path / "b"))
+    again = PARTS[name](config(tmp_path / "b"))
     assert (first.claims, first.tables) == (again.claims, again.tables)
     assert [p.svg.read_bytes() for p in first.pictures] == [p.svg.read_bytes() for p in again.pictures]
 
@@ -119,14 +119,14 @@ def test_the_fisher_matrix_is_measured_once_and_kept_to_six_digits(
 ):
     made = []
     monkeypatch.setattr(small_fisher, "fisher", lambda *given: made.append(fisher(*given)) or made[-1])
-    first = small_fisher.small_fisher(setting(tmp_path))
+    first = small_fisher.small_fisher(config(tmp_path))
     for kept, F in zip(first[:2], made, strict=True):
         torch.testing.assert_close(kept, F, rtol=5e-6, atol=0)
         assert torch.equal(kept, kept.mT)
     assert not torch.allclose(first.initial, first.trained, rtol=0.1)
     assert 0 < first.deviation < 1e-12
 
-    report = replace(setting(tmp_path), measure=False)
+    report = replace(config(tmp_path), measure=False)
     again = small_fisher.small_fisher(report)
     assert len(made) == 2
     assert all(torch.equal(a, b) for a, b in zip(first[:2], again[:2], strict=True))
@@ -194,7 +194,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_table_4_is_measured_once(tmp_path: Path, few_rounds: None, monkeypatch: pytest.MonkeyPatch):
-    first = PARTS["table4"](setting(tmp_path))
+    first = PARTS["table4"](config(tmp_path))
     record = json.loads((tmp_path / "records" / "table4-quick.json").read_text())
     assert record["environment"]["threads"] == 1
     for name, rounds in (("small", 3), ("large", 1)):
@@ -211,7 +211,7 @@ def test_table_4_is_measured_once(tmp_path: Path, few_rounds: None, monkeypatch:
     assert not any(claim.exact for claim in first.claims)
 
     monkeypatch.setattr(timing, "_measure", lambda *_: pytest.fail("it is measured again"))
-    assert PARTS["table4"](setting(tmp_path)) == first
+    assert PARTS["table4"](config(tmp_path)) == first
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_record_that_cannot_be_used_is_named_and_made_again(spoil, complaint, 
     monkeypatch.setattr(timing, "ROUNDS", {"quick": {"small": 1}})
     monkeypatch.setattr(timing, "ARMS", {"small": timing.LARGE})  # without the slow one
     path = tmp_path / "table4-quick.json"
-    here = Setting(tmp_path, records=tmp_path)
+    here = ReportConfig(tmp_path, records=tmp_path)
     text = json.dumps(timing.timings(here))
     assert not capsys.readouterr().err
     path.write_text(spoil(text))

@@ -27,7 +27,7 @@ def blockmean(version: Annotated[bool, typer.Option("--version", help="Show the 
 
 
 @contextmanager
-def explained(command: str) -> Iterator[None]:
+def readable_errors(command: str) -> Iterator[None]:
     """Turn what a user can put right into one message: a missing extra, missing or damaged data, wrong values."""
     try:
         yield

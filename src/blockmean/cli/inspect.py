@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from blockmean.cli._app import app, console, explained
+from blockmean.cli._app import app, console, readable_errors
 
 if TYPE_CHECKING:
     from blockmean.lab.inspect import Inspection
@@ -41,7 +41,7 @@ def inspect(
     ),
 ) -> None:
     """Show how the blocks of a model depend on each other: a curvature matrix as a table, a heat map and a file."""
-    with explained("inspect"):
+    with readable_errors("inspect"):
         from blockmean.lab.inspect import Request
         from blockmean.lab.inspect import inspect as look
 

@@ -20,10 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 import blockmean
-from blockmean.cli._app import app, console, explained
+from blockmean.cli._app import app, console, readable_errors
 
 if TYPE_CHECKING:
-    from blockmean.lab.paper import Outcome, Setting
+    from blockmean.lab.paper import Outcome, ReportConfig
     from blockmean.lab.study import Study
 
 Parts = Annotated[
@@ -62,7 +62,7 @@ def reproduce(
     A run that has a record is not made again: stop it with Ctrl-C whenever you like, the same command goes on. The exit
     code is 1 if something that is mathematically certain does not hold.
     """
-    with explained("reproduce"):
+    with readable_errors("reproduce"):
         from blockmean.lab.data import verify
         from blockmean.lab.paper import PARTS
         from blockmean.lab.paper.protocol import studies
@@ -71,19 +71,19 @@ def reproduce(
             for name, part in PARTS.items():
                 print(f"{name:10} {(part.__doc__ or '').partition(chr(10))[0]}")
             return
-        setting = _setting(profile, out, records, data_dir, seeds, epochs)
+        config = _config(profile, out, records, data_dir, seeds, epochs)
         chosen = _chosen(parts)
         wanted = studies(profile, seeds, epochs) if "fig5" in chosen else []
-        unfinished = [study for study in wanted if not study.is_complete(setting.records / study.name)]
+        unfinished = [study for study in wanted if not study.is_complete(config.records / study.name)]
         for dataset in dict.fromkeys(study.dataset for study in (studies(profile) if download else unfinished)):
             verify(dataset, data_dir, download)
-        for folder in (setting.out, setting.records):
+        for folder in (config.out, config.records):
             folder.mkdir(parents=True, exist_ok=True)  # where that cannot be, say so before the first run
     try:
-        _run(wanted, setting, jobs)
-        _report(chosen, setting)
+        _run(wanted, config, jobs)
+        _report(chosen, config)
     except KeyboardInterrupt:
-        console.print(f"Stopped. Finished runs are in {setting.records}; the same command goes on from there.")
+        console.print(f"Stopped. Finished runs are in {config.records}; the same command goes on from there.")
         raise typer.Exit(130) from None
 
 
@@ -100,22 +100,22 @@ def report(
 
     In a checkout of the project, `--profile paper --records results` shows the published runs.
     """
-    with explained("report"):
-        setting = replace(_setting(profile, out, records, None, seeds, epochs), measure=False)
+    with readable_errors("report"):
+        config = replace(_config(profile, out, records, None, seeds, epochs), measure=False)
         chosen = _chosen(parts)
         out.mkdir(parents=True, exist_ok=True)
-    _report(chosen, setting)
+    _report(chosen, config)
 
 
-def _setting(
+def _config(
     profile: str, out: Path, records: Path | None, data_dir: Path | None, seeds: int | None, epochs: int | None
-) -> Setting:
-    from blockmean.lab.paper import Setting
+) -> ReportConfig:
+    from blockmean.lab.paper import ReportConfig
     from blockmean.lab.paper.protocol import studies
 
     studies(profile, seeds, epochs)  # raises where there is no such profile
     published = PUBLISHED if PUBLISHED.exists() else None
-    return Setting(out, records or out / "records", profile, data_dir, seeds, epochs, published)
+    return ReportConfig(out, records or out / "records", profile, data_dir, seeds, epochs, published)
 
 
 def _chosen(parts: list[str] | None) -> list[str]:
@@ -127,7 +127,7 @@ def _chosen(parts: list[str] | None) -> list[str]:
     return list(dict.fromkeys(parts or PARTS))
 
 
-def _run(wanted: list[Study], setting: Setting, jobs: int) -> None:
+def _run(wanted: list[Study], config: ReportConfig, jobs: int) -> None:
     """Make the runs that have no record yet, with one bar per study."""
     columns = (
         TextColumn("{task.description}"),
@@ -146,10 +146,10 @@ def _run(wanted: list[Study], setting: Setting, jobs: int) -> None:
             def show(steps: int, bar: TaskID = bar) -> None:
                 progress.update(bar, completed=steps)
 
-            study.run(setting.records / study.name, setting.data_dir, jobs, show)
+            study.run(config.records / study.name, config.data_dir, jobs, show)
 
 
-def _report(chosen: list[str], setting: Setting) -> None:
+def _report(chosen: list[str], config: ReportConfig) -> None:
     """Make the parts and the report, and print what was found."""
     import torch
 
@@ -162,12 +162,12 @@ def _report(chosen: list[str], setting: Setting) -> None:
     missing: dict[str, str] = {}
     with console.status("making the report") as status:
         for name in chosen:
-            status.update(f"measuring {name}" if name == "table4" and setting.measure else f"drawing {name}")
+            status.update(f"measuring {name}" if name == "table4" and config.measure else f"drawing {name}")
             try:
-                outcomes[name] = PARTS[name](setting)
+                outcomes[name] = PARTS[name](config)
             except (FileNotFoundError, DamagedData) as error:  # no reason to withhold the rest
                 missing[name] = str(error)
-        path = write_report(outcomes, setting, setting.out / "report.html", missing)
+        path = write_report(outcomes, config, config.out / "report.html", missing)
     _show(outcomes)
     for name, why in missing.items():
         console.print(f"{name} is not in the report: {why}", soft_wrap=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from blockmean.cli._app import app, console, explained
+from blockmean.cli._app import app, console, readable_errors
 
 
 @app.command()
@@ -33,16 +33,16 @@ def train(
     ] = Path("out"),
 ) -> None:
     """Train one model with one optimizer on one thread; ends with the test error and a plot of the losses."""
-    with explained("train"):
-        from blockmean.lab.course import draw_course
+    with readable_errors("train"):
         from blockmean.lab.data import verify
         from blockmean.lab.records import write
-        from blockmean.lab.train import Spec, run, steps_per_epoch
+        from blockmean.lab.train import RunSpec, run, steps_per_epoch
+        from blockmean.lab.training_curve import draw_training_curve
 
         steps = epochs * steps_per_epoch(dataset, batch)
         if download:
             verify(dataset, data_dir, download)
-        spec = Spec(dataset, model, optimizer, lr, seed, steps, _options(option or []), inputs, batch, flip)
+        spec = RunSpec(dataset, model, optimizer, lr, seed, steps, _options(option or []), inputs, batch, flip)
         out.mkdir(parents=True, exist_ok=True)  # where that cannot be, say so before the training
         losses: list[float] = []
         columns = (
@@ -67,7 +67,7 @@ def train(
             console.print(f"Diverged at step {record['diverged_at'] + 1}: try a smaller --lr.", style="bold red")
         _show(record)
         write(out, spec, record)
-        picture = draw_course(record, losses, out / spec.key)
+        picture = draw_training_curve(record, losses, out / spec.key)
         for path in (out / f"{spec.key}.json", picture.png, picture.svg):
             console.print(str(path), soft_wrap=True)
 

@@ -15,14 +15,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from blockmean.lab.train import Record, Spec, run, steps_per_epoch
+from blockmean.lab.train import Record, RunSpec, run, steps_per_epoch
 
 REQUIRED = {"spec", "environment", "epochs", "diverged_at", "train_loss", "test_loss", "test_error", "step_seconds"}
 
 _steps_made: Any = None  # in a worker: the counter that it shares with the others and the main process
 
 
-def read(folder: Path, spec: Spec) -> Record | None:
+def read(folder: Path, spec: RunSpec) -> Record | None:
     """The record of a spec, or None where there is none that can be used; one that cannot be used is named."""
 
     def check(record: Record) -> None:
@@ -35,7 +35,7 @@ def read(folder: Path, spec: Spec) -> Record | None:
     return load(folder / f"{spec.key}.json", asdict(spec), REQUIRED, check)
 
 
-def write(folder: Path, spec: Spec, record: Record) -> None:
+def write(folder: Path, spec: RunSpec, record: Record) -> None:
     """Write the record of a spec."""
     store(folder / f"{spec.key}.json", record)
 
@@ -68,7 +68,7 @@ def store(path: Path, record: Record) -> None:
 
 
 def run_all(
-    specs: Sequence[Spec],
+    specs: Sequence[RunSpec],
     folder: Path,
     data_dir: Path | None = None,
     jobs: int = 1,
@@ -78,7 +78,7 @@ def run_all(
 
     `on_steps` is told twice a second how many training steps lie behind, those of records on disk included.
     """
-    missing: list[Spec] = []
+    missing: list[RunSpec] = []
     behind = 0
     for spec in dict.fromkeys(specs):
         record = read(folder, spec)
@@ -126,7 +126,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run(spec: Spec, folder: Path, data_dir: Path | None) -> Record:
+def _run(spec: RunSpec, folder: Path, data_dir: Path | None) -> Record:
     made = 0
 
     def count(step: int, loss: float) -> None:

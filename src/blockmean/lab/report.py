@@ -18,7 +18,7 @@ from xml.etree.ElementTree import Element
 from blockmean import __version__
 from blockmean.lab.environment import environment
 from blockmean.lab.paper import PARTS
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.picture import Picture
 
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 def write_report(
     outcomes: Mapping[str, Outcome],
-    setting: Setting,
+    config: ReportConfig,
     path: Path,
     missing: Mapping[str, str] = {},
     titles: Mapping[str, str] | None = None,
@@ -75,8 +75,8 @@ def write_report(
         _element("title", TITLE),
         _element("style", Path(__file__).with_name("report.css").read_text(encoding="utf-8")),
     )
-    main = _element("main", _verdicts(parts), *map(_part, parts), _settings(setting), _environment(machine))
-    body = _element("body", _header(parts, titles, setting, machine), main)
+    main = _element("main", _verdicts(parts), *map(_part, parts), _settings(config), _environment(machine))
+    body = _element("body", _header(parts, titles, config, machine), main)
     page = ET.tostring(_element("html", head, body, lang="en"), encoding="unicode", method="html")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"<!DOCTYPE html>\n{page}", encoding="utf-8")
@@ -88,13 +88,13 @@ def _titles() -> dict[str, str]:
     return {name: text.partition("\n")[0].removesuffix(".") for name, text in files.items()}
 
 
-def _header(parts: list[Part], titles: Mapping[str, str], setting: Setting, machine: Mapping[str, str]) -> Element:
+def _header(parts: list[Part], titles: Mapping[str, str], config: ReportConfig, machine: Mapping[str, str]) -> Element:
     """What this page is, and in short what came out."""
     claims = [claim for part in parts for claim in part.outcome.claims]
     exact, findings = ([claim for claim in claims if claim.exact == kind] for kind in (True, False))
     summary: list[Element | str] = ["What became of the claims of ", _element("cite", PAPER)]
-    summary += [f" by Lu, Harandi, Hartley and Pascanu, checked with the {setting.profile} profile."]
-    if setting.profile != "paper":
+    summary += [f" by Lu, Harandi, Hartley and Pascanu, checked with the {config.profile} profile."]
+    if config.profile != "paper":
         command = "`blockmean reproduce --profile paper --data-dir …`"
         summary += _text(f" The full study, on MNIST and CIFAR-10 and with more seeds, is made by {command}.")
     counts = [
@@ -221,15 +221,15 @@ def _table(table: Table) -> Element:
     return _element("figure", _element("figcaption", *_text(table.title)), box)
 
 
-def _settings(setting: Setting) -> Element:
+def _settings(config: ReportConfig) -> Element:
     given = {
-        "profile": setting.profile,
-        "seeds": "those of the profile" if setting.seeds is None else setting.seeds,
-        "epochs": "those of the profile" if setting.epochs is None else setting.epochs,
-        "data folder": setting.data_dir or "none given",
-        "records": setting.records,
-        "published records": setting.published or "none",
-        "pictures": setting.out,
+        "profile": config.profile,
+        "seeds": "those of the profile" if config.seeds is None else config.seeds,
+        "epochs": "those of the profile" if config.epochs is None else config.epochs,
+        "data folder": config.data_dir or "none given",
+        "records": config.records,
+        "published records": config.published or "none",
+        "pictures": config.out,
     }
     rows = [
         [
@@ -238,7 +238,7 @@ def _settings(setting: Setting) -> Element:
             f"{len(study.rates)} × {len(study.tuning.seeds)} × {study.tuning.epochs}",
             f"{len(study.final.seeds)} × {study.final.epochs}",
         ]
-        for study in studies(setting.profile, setting.seeds, setting.epochs)
+        for study in studies(config.profile, config.seeds, config.epochs)
     ]
     header = ["study", "optimizers", "tuning: rates × seeds × epochs", "then: seeds × epochs"]
     protocol = Table("The studies of this profile, for each optimizer the same", header, rows)

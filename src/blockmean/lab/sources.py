@@ -150,7 +150,7 @@ def _decode(file: File, where: str, stream: Stream) -> Tensor:
     size = len(file.header) + math.prod(file.shape)
     raw = bytearray(stream.read(size + 1))  # no more, whatever a packed file may unfold into
     if not raw.startswith(file.header):
-        raise DamagedData(f"{where} {_announced(raw)} instead of unsigned bytes of shape {list(file.shape)}")
+        raise DamagedData(f"{where} {_describe_header(raw)} instead of unsigned bytes of shape {list(file.shape)}")
     if len(raw) != size:
         found = f"only {len(raw)}" if len(raw) < size else f"more than {size}"
         raise DamagedData(f"{where} has {found} bytes instead of {size}")
@@ -169,7 +169,7 @@ def _decode(file: File, where: str, stream: Stream) -> Tensor:
     return values
 
 
-def _announced(raw: bytes | bytearray) -> str:
+def _describe_header(raw: bytes | bytearray) -> str:
     """What a file says about itself where another header was expected."""
     dimensions = raw[3] if raw[:3] == b"\x00\x00\x08" and len(raw) > 3 else 0
     if not 1 <= dimensions <= 4 or len(raw) < 4 + 4 * dimensions:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from scipy.stats import t as student
 
 from blockmean.lab.records import read, run_all
-from blockmean.lab.train import Record, Spec, steps_per_epoch
+from blockmean.lab.train import Record, RunSpec, steps_per_epoch
 
 
 class Stage(NamedTuple):
@@ -50,17 +50,17 @@ class Study:
     flip: bool = False
     inputs: str = "normalised"
 
-    def specs(self, arm: str, rates: Sequence[float], stage: Stage) -> list[Spec]:
+    def specs(self, arm: str, rates: Sequence[float], stage: Stage) -> list[RunSpec]:
         """Every rate with every seed of a stage."""
         steps = stage.epochs * steps_per_epoch(self.dataset, self.batch)
         task: dict[str, Any] = {"dataset": self.dataset, "model": self.model, "steps": steps, "inputs": self.inputs}
         return [
-            Spec(**task, **self.arms[arm], batch=self.batch, flip=self.flip, lr=rate, seed=seed)
+            RunSpec(**task, **self.arms[arm], batch=self.batch, flip=self.flip, lr=rate, seed=seed)
             for rate in rates
             for seed in stage.seeds
         ]
 
-    def tuning_specs(self) -> list[Spec]:
+    def tuning_specs(self) -> list[RunSpec]:
         """The runs among which the learning rates are chosen."""
         return [spec for arm in self.arms for spec in self.specs(arm, self.rates, self.tuning)]
 
@@ -110,7 +110,7 @@ class Study:
             pass
 
 
-def found(folder: Path, specs: Sequence[Spec]) -> list[Record]:
+def found(folder: Path, specs: Sequence[RunSpec]) -> list[Record]:
     """The records of those specs that have one."""
     return [record for record in (read(folder, spec) for spec in specs) if record is not None]
 

@@ -44,7 +44,7 @@ def steps_per_epoch(dataset: str, batch: int) -> int:
 
 
 @dataclass(frozen=True)
-class Spec:
+class RunSpec:
     """Everything that a run depends on, in plain values; equal specs give equal runs."""
 
     dataset: str
@@ -69,7 +69,7 @@ class Spec:
         return hash(self.key)  # the options are a dict
 
 
-def run(spec: Spec, data_dir: Path | None = None, on_step: Callable[[int, float], None] | None = None) -> Record:
+def run(spec: RunSpec, data_dir: Path | None = None, on_step: Callable[[int, float], None] | None = None) -> Record:
     """Train once, on one thread, and return the record; what is not finite in it is null.
 
     Equal seeds mean equal initial weights and equal batches, whatever the optimizer: runs can be compared in pairs. A
@@ -147,7 +147,7 @@ def _images(dataset: str, inputs: str, data_dir: Path | None) -> Images:
     return images._replace(train=train, test=test)
 
 
-def _batches(images: Images, spec: Spec) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(images: Images, spec: RunSpec) -> Iterator[tuple[Tensor, Tensor]]:
     """`steps` batches, epoch after epoch in a fresh order; the rest of an epoch that fills no batch is left out."""
     count = len(images.train)
     if spec.batch > count:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from blockmean import AdaGradBMA, AdaGradFull
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
 from blockmean.lab.paper.protocol import RATES
 from blockmean.lab.picture import save
 
@@ -55,7 +55,7 @@ class Path(NamedTuple):
     rate: float = 1.0
 
 
-def fig1(setting: Setting) -> Outcome:
+def fig1(config: ReportConfig) -> Outcome:
     """Gradient descent zig-zags on the paper's quadratic, takes one step once it is reparametrised; AdaGrad on it."""
     eigenvalues, U = torch.linalg.eigh(Q)
     U = U * (U.mT @ WORST).sign()  # eigenvectors have no sign of their own
@@ -122,7 +122,7 @@ def fig1(setting: Setting) -> Outcome:
         "better of η = 1 and 0.1: with the paper's smaller rates the diagonal method does not get there in time.",
         "The paper prints ξ = Λ^½Uθ for Q = UΛUᵀ. Λ^½Uᵀθ is meant, and is what is computed here.",
     ]
-    return Outcome(claims, [save(figure, setting.out / "fig1", caption)], [table], notes)
+    return Outcome(claims, [save(figure, config.out / "fig1", caption)], [table], notes)
 
 
 def _quadratic(theta: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ import torch
 from matplotlib.figure import Figure
 
 from blockmean import BlockMean, Partition, plot
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Verdict
 from blockmean.lab.picture import save
 
 
-def fig2(setting: Setting) -> Outcome:
+def fig2(config: ReportConfig) -> Outcome:
     """Λ, Λ̄, B and B̄ for the partition vector s = (2, 5, 3), to one scale of cells and colours."""
     partition = Partition.from_sizes([2, 5, 3])
     lam = torch.tensor([0.5, -0.4, 1.0])
@@ -38,4 +38,4 @@ def fig2(setting: Setting) -> Outcome:
         exact=True,
     )
     caption = "Expansion matrices of a diagonal matrix Λ and a full matrix B for the partition vector s = (2, 5, 3)."
-    return Outcome([claim], [save(figure, setting.out / "fig2", caption)])
+    return Outcome([claim], [save(figure, config.out / "fig2", caption)])

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from blockmean import BlockMean, Partition, plot
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
 from blockmean.lab.paper.small_fisher import CUTS, SAMPLES, TRAINED, correlations, small_fisher, untrained
 from blockmean.lab.picture import save
 
@@ -18,9 +18,9 @@ PAPER = (0.1036, 0.1024, 0.0998)
 """The mean square errors that the paper prints."""
 
 
-def fig4(setting: Setting) -> Outcome:
+def fig4(config: ReportConfig) -> Outcome:
     """The empirical Fisher of the 322-parameter net with 10, 27 and 45 blocks, and how far each is from it."""
-    fisher = small_fisher(setting)
+    fisher = small_fisher(config)
     partitions = [Partition.of(_named(untrained()), by) for by in CUTS]
     counts = [p.num_blocks for p in partitions]
     shown = MAIN(fisher.trained)
@@ -37,7 +37,7 @@ def fig4(setting: Setting) -> Outcome:
         plot.blocks(matrix, blocks, ax=ax, title=title, vmax=0.5, colorbar=i % 2 == 1)
         ax.images[0].set_interpolation("none")  # an SVG then has the cells as they are, in a quarter of the bytes
     figure.suptitle(r"empirical Fisher matrix as correlations $F_{ij}/\sqrt{F_{ii}F_{jj}}$")
-    data = "MNIST" if setting.profile == "paper" else "the embedded digits"
+    data = "MNIST" if config.profile == "paper" else "the embedded digits"
     caption = (
         f"Empirical Fisher matrix of the 322-parameter net on {SAMPLES:,} images of {data}, after {TRAINED} steps of "
         "AdaGrad, as correlations F_ij / √(F_ii F_jj), and its block means. Colours are cut off at ± 0.5."
@@ -85,7 +85,7 @@ def fig4(setting: Setting) -> Outcome:
         "they have no free constant, and Z⁻¹HZ⁻¹ is the matrix that AdaGrad-BMA approximates by a block mean. The last "
         "column is the largest factor by which one of the three is off.",
     ]
-    return Outcome(claims, [save(figure, setting.out / "fig4", caption)], [table], notes)
+    return Outcome(claims, [save(figure, config.out / "fig4", caption)], [table], notes)
 
 
 def _clipped(F: Tensor, quantile: float) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
 from blockmean.lab.paper.protocol import OWN_ARMS, SMALL_ARMS, studies
 from blockmean.lab.picture import Picture, save
 from blockmean.lab.study import Findings, Study, differences, interval, last_loss
@@ -78,14 +78,14 @@ def error(record: Record) -> float:
     return math.inf if _diverged(record) else float(record["test_error"])
 
 
-def fig5(setting: Setting) -> Outcome:
+def fig5(config: ReportConfig) -> Outcome:
     """Training loss and test error per epoch: AdaGrad diagonal, block mean and full, and the project's own forms."""
-    found = find(setting)
+    found = find(config)
     ready = [one for one in found if one.results]
-    pictures = [draw(ready, set(SMALL_ARMS), setting.out / "fig5")] if ready else []
+    pictures = [draw(ready, set(SMALL_ARMS), config.out / "fig5")] if ready else []
     own = [one for one in ready if one.results.keys() & OWN_ARMS.keys()]
     if own:
-        pictures.append(draw(own, {"diag", *OWN_ARMS}, setting.out / "fig5-own"))
+        pictures.append(draw(own, {"diag", *OWN_ARMS}, config.out / "fig5-own"))
     notes = [
         "Each optimizer takes the learning rate out of 1, 0.1 … 0.0001 that gives the smallest training loss in a few "
         "short runs, and then runs with fresh seeds. Equal seeds mean equal initial weights and equal batches, so that "
@@ -110,13 +110,13 @@ def fig5(setting: Setting) -> Outcome:
     return Outcome([claim for one in found for claim in _claims(one)], pictures, tables, notes)
 
 
-def find(setting: Setting) -> list[Found]:
+def find(config: ReportConfig) -> list[Found]:
     """The studies of this profile, and those others of the paper that have published records."""
-    own = studies(setting.profile, setting.seeds, setting.epochs)
-    found = [Found(study, study.findings(setting.records / study.name), published=False) for study in own]
-    if setting.published is not None:
+    own = studies(config.profile, config.seeds, config.epochs)
+    found = [Found(study, study.findings(config.records / study.name), published=False) for study in own]
+    if config.published is not None:
         others = [study for study in studies("paper") if study.name not in {one.name for one in own}]
-        read = [Found(study, study.findings(setting.published / study.name), published=True) for study in others]
+        read = [Found(study, study.findings(config.published / study.name), published=True) for study in others]
         found += [one for one in read if one.results]
     order = [study.name for study in studies("quick")] + PANELS
     return sorted(found, key=lambda one: order.index(one.study.name))
@@ -156,7 +156,8 @@ def _curve(ax: Axes, arm: str, records: list[Record], quantity: str, unit: float
     """The mean over seeds, as far as all of them came, with a band from the smallest to the largest; each seed thin."""
     moving = list(filterfalse(_stuck, records)) or records
     runs = [[epoch[quantity] * unit for epoch in record["epochs"]] for record in moving]
-    label = f"{arm} ({astray} of {len(records)})" if (astray := _astray(records)) else arm
+    failures = _describe_failures(records)
+    label = f"{arm} ({failures} of {len(records)})" if failures else arm
     values = list(zip(*runs, strict=False))  # a run that diverged is shorter
     epochs = range(1, len(values) + 1)
     marker = "." if len(values) == 1 else None  # a line of one point cannot be seen
@@ -192,11 +193,14 @@ def _smaller(one: Found, claim: str, value: Callable[[Record], float]) -> Claim:
     if unfinished:
         return Claim(claim, unfinished, Verdict.UNKNOWN)
     found = differences(one.results["BMA"], one.results["diag"], value)
-    told = [f"BMA − diag: {_told(found)}", f"smaller with {sum(x < 0 for x in found)} of {len(found)} seeds"]
-    astray = [f"{arm}: {what}" for arm in ("diag", "BMA") if (what := _astray(one.results[arm]))]
+    told = [
+        f"BMA − diag: {_format_difference(found)}",
+        f"smaller with {sum(x < 0 for x in found)} of {len(found)} seeds",
+    ]
+    astray = [f"{arm}: {what}" for arm in ("diag", "BMA") if (what := _describe_failures(one.results[arm]))]
     if astray:
-        ours, theirs = (list(filterfalse(_is_astray, one.results[arm])) for arm in ("BMA", "diag"))
-        told += [*astray, f"without: {_told(differences(ours, theirs, value))}"]
+        ours, theirs = (list(filterfalse(_failed, one.results[arm])) for arm in ("BMA", "diag"))
+        told += [*astray, f"without: {_format_difference(differences(ours, theirs, value))}"]
     return Claim(claim, "; ".join(told), _verdict(found))
 
 
@@ -209,7 +213,8 @@ def _similar(one: Found, claim: str) -> Claim:
     lead = differences(full, diag, one.loss)
     behind = differences(bma, full, one.loss)
     past = [a + b / 2 for a, b in zip(behind, lead, strict=True)]  # BMA − (diag + full)/2
-    measured = f"BMA − full: {_told(behind)}; full − diag: {_told(lead)}; BMA − their middle: {_told(past)}"
+    parts = {"BMA − full": behind, "full − diag": lead, "BMA − their middle": past}
+    measured = "; ".join(f"{what}: {_format_difference(values)}" for what, values in parts.items())
     # Where full is no better than diag, there is no speed to be similar to.
     return Claim(claim, measured, _verdict(past) if _verdict(lead) is Verdict.HOLDS else Verdict.NOISE)
 
@@ -231,13 +236,13 @@ def _verdict(found: list[float]) -> Verdict:
     return Verdict.NOISE if abs(mean.mean) <= mean.half_width else Verdict.of(mean.mean < 0)
 
 
-def _told(found: list[float]) -> str:
+def _format_difference(found: list[float]) -> str:
     if len(found) < 2:
         return f"{found[0]:+.2g} with one seed".replace("-", "−") if found else "no pair of runs"
     return str(interval(found) or "no mean, runs diverged")
 
 
-def _astray(records: list[Record]) -> str:
+def _describe_failures(records: list[Record]) -> str:
     """How many runs diverged or do no better than guessing, in words."""
     diverged, stuck = sum(map(_diverged, records)), sum(map(_stuck, records))
     return ", ".join(f"{count} {what}" for count, what in ((diverged, "diverged"), (stuck, "stuck")) if count)
@@ -251,7 +256,7 @@ def _stuck(record: Record) -> bool:
     return CHANCE * 0.99 < last_loss(record) < math.inf
 
 
-def _is_astray(record: Record) -> bool:
+def _failed(record: Record) -> bool:
     return _diverged(record) or _stuck(record)
 
 
@@ -264,7 +269,7 @@ def _results(one: Found) -> Table:
     for arm, records in one.results.items():
         diag = one.results.get("diag", []) if arm != "diag" else []
         rate = one.findings.best[arm]
-        seeds = [str(wanted) if len(records) == wanted else f"{len(records)} of {wanted}", _astray(records)]
+        seeds = [str(wanted) if len(records) == wanted else f"{len(records)} of {wanted}", _describe_failures(records)]
         rows.append(
             [
                 arm,

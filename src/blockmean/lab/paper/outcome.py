@@ -1,4 +1,4 @@
-"""What reproducing one part of the paper takes and gives: a setting goes in, claims, pictures and tables come out."""
+"""The input of a part of the paper (a ReportConfig) and its output (claims, pictures, tables, notes)."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where and how much."""
+class ReportConfig:
+    """Where records and pictures are, and how much to run."""
 
     out: Path
     """The folder for pictures."""

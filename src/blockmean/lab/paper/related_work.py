@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from blockmean import BlockMean, Partition
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
 from blockmean.lab.paper.small_fisher import correlations, small_fisher, untrained
 from blockmean.lab.picture import Picture, save
 
@@ -34,9 +34,9 @@ class Approximation(NamedTuple):
     error: float
 
 
-def related_work(setting: Setting) -> Outcome:
+def related_work(config: ReportConfig) -> Outcome:
     """Approximate one Fisher matrix, and σI, in every way."""
-    fisher = small_fisher(setting)
+    fisher = small_fisher(config)
     d = len(fisher.trained)
     partitions = [Partition.of(untrained(), by) for by in CUTS]
     found = approximations(fisher.trained, partitions)
@@ -61,7 +61,7 @@ def related_work(setting: Setting) -> Outcome:
         f"With fewer numbers than the diagonal: {_fewer(found)}. With the initial weights: "
         f"{_fewer(approximations(fisher.initial, partitions))}.",
     ]
-    return Outcome([_exact(identity, d)], [_draw(found, setting)], [table], notes)
+    return Outcome([_exact(identity, d)], [_draw(found, config)], [table], notes)
 
 
 def approximations(G: Tensor, partitions: list[Partition]) -> list[Approximation]:
@@ -126,7 +126,7 @@ def _exact(identity: list[Approximation], d: int) -> Claim:
     )
 
 
-def _draw(found: list[Approximation], setting: Setting) -> Picture:
+def _draw(found: list[Approximation], config: ReportConfig) -> Picture:
     """Error against the numbers kept, one line per method."""
     figure = Figure(figsize=(8.4, 4.6), layout="constrained")
     ax = figure.subplots()
@@ -160,4 +160,4 @@ def _draw(found: list[Approximation], setting: Setting) -> Picture:
         "The empirical Fisher matrix of the 322-parameter net: how far approximations are from it, against the numbers "
         "that they keep. Lower and further left is better."
     )
-    return save(figure, setting.out / "fig3-storage", caption)
+    return save(figure, config.out / "fig3-storage", caption)

@@ -12,8 +12,8 @@ from torch.func import functional_call, grad, vmap
 from blockmean import BlockMean, Partition, curvature
 from blockmean.lab.data import load
 from blockmean.lab.models import small
-from blockmean.lab.paper.measured import measured
-from blockmean.lab.paper.outcome import Setting
+from blockmean.lab.paper.measurement import load_or_measure
+from blockmean.lab.paper.outcome import ReportConfig
 from blockmean.lab.train import Record
 
 d = 322
@@ -33,11 +33,11 @@ class SmallFisher(NamedTuple):
     """How far block means from per-sample block sums are from those of the dense matrix, relative, at most."""
 
 
-def small_fisher(setting: Setting) -> SmallFisher:
+def small_fisher(config: ReportConfig) -> SmallFisher:
     """F = 1/N Σ g_n g_nᵀ on the data of the profile; seed 0 throughout."""
-    dataset = "mnist" if setting.profile == "paper" else "digits"
+    dataset = "mnist" if config.profile == "paper" else "digits"
     spec = {"dataset": dataset, "samples": SAMPLES, "steps": TRAINED, "cuts": CUTS}
-    record = measured(setting, "fig4", spec, lambda: _measure(dataset, setting), _require_all_entries)
+    record = load_or_measure(config, "fig4", spec, lambda: _measure(dataset, config), _require_all_entries)
     return SmallFisher(_symmetric(record["initial"]), _symmetric(record["trained"]), record["deviation"])
 
 
@@ -55,9 +55,9 @@ def untrained() -> nn.Module:
         return small((1, 28, 28))
 
 
-def _measure(dataset: str, setting: Setting) -> Record:
+def _measure(dataset: str, config: ReportConfig) -> Record:
     """Both matrices, as triangles, and how well `curvature.empirical_fisher` agrees with the second."""
-    data = load(dataset, "normalised", setting.data_dir)
+    data = load(dataset, "normalised", config.data_dir)
     images, labels = data.train[:SAMPLES].double(), data.train_labels[:SAMPLES]
     model = untrained()
     initial = fisher(model, images, labels)

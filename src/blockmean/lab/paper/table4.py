@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from scipy.stats import quantile_test
 
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
 from blockmean.lab.paper.timing import ARMS, BATCH, SELDOM, STEPS, timings
 
 PRINTED = {"small": {"full": 16.85, "diag": 5.70, "BMA": 10.07}, "large": {"diag": 7.55, "BMA": 19.12}}  # ms
@@ -25,9 +25,9 @@ class Interval(NamedTuple):
         return f"{self.median:.{decimals}f} [{self.lower:.{decimals}f}, {self.upper:.{decimals}f}]"
 
 
-def table4(setting: Setting) -> Outcome:
+def table4(config: ReportConfig) -> Outcome:
     """Milliseconds per iteration of full, diagonal and block mean AdaGrad on both models, as ratios to the diagonal."""
-    record = timings(setting)
+    record = timings(config)
     claims, rows = [], []
     for name, arms in ARMS.items():
         samples, printed = record["models"][name], PRINTED[name]

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from blockmean import BlockMean, Partition
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Verdict
 
 TOLERANCE = 1e-11
 """Relative error in float64: rounding times the condition number of M (14), and room for SciPy's roots."""
 
 
-def theorems(setting: Setting) -> Outcome:
+def theorems(config: ReportConfig) -> Outcome:
     """Check every theorem on a random partition, both the D that the paper prints and what the library computes.
 
     The partition has 12 interleaved blocks of 1 to 12 entries, M the block mean of a random positive definite matrix.

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from blockmean.lab.data import load
-from blockmean.lab.paper.measured import measured
-from blockmean.lab.paper.outcome import Setting
+from blockmean.lab.paper.measurement import load_or_measure
+from blockmean.lab.paper.outcome import ReportConfig
 from blockmean.lab.paper.protocol import DIAGONAL, PAPER, SMALL_ARMS
 from blockmean.lab.train import OPTIMIZERS, Record, network
 
@@ -28,12 +28,12 @@ BATCH = 100
 STEPS = 10  # of an optimizer in a row: one of them renews D, also where that is seldom
 
 
-def timings(setting: Setting) -> Record:
+def timings(config: ReportConfig) -> Record:
     """The times of all rounds of a profile, as a record."""
-    rounds = ROUNDS[setting.profile]
+    rounds = ROUNDS[config.profile]
     spec = {"rounds": rounds, "batch": BATCH, "steps": STEPS, "arms": ARMS}
-    return measured(
-        setting,
+    return load_or_measure(
+        config,
         "table4",
         spec,
         lambda: {"models": {name: _measure(name, rounds[name]) for name in ARMS}},

@@ -15,7 +15,7 @@ SMOOTH = 50
 """Most steps over which the loss is averaged: single batches jump too much to be read."""
 
 
-def draw_course(record: dict[str, Any], losses: list[float], path: Path) -> Picture:
+def draw_training_curve(record: dict[str, Any], losses: list[float], path: Path) -> Picture:
     """Loss per step and test error per epoch."""
     spec = record["spec"]
     figure = Figure(figsize=(9.5, 3.4), layout="constrained")
