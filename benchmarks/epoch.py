@@ -20,7 +20,8 @@ from typing import Any
 
 from blockmean.lab.environment import environment, use_threads
 from blockmean.lab.paper.protocol import SMALL_ARMS
-from blockmean.lab.train import RunSpec, run, steps_per_epoch
+from blockmean.lab.spec import RunSpec
+from blockmean.lab.train import run, steps_per_epoch
 
 COLUMNS = ("epoch", "reading data", "forward and backward", "optimizer", "drawing batches", "evaluation")
 

@@ -20,8 +20,8 @@ from rich.progress import Progress
 
 from blockmean.lab.environment import environment
 from blockmean.lab.records import run_all
+from blockmean.lab.spec import RunSpec
 from blockmean.lab.study import interval
-from blockmean.lab.train import RunSpec
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 TUNING_SEEDS = (100,)

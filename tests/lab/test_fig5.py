@@ -10,6 +10,7 @@ from blockmean.lab.paper.fig5 import curves, fig5, find
 from blockmean.lab.paper.outcome import ReportConfig, Verdict
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.records import write
+from blockmean.lab.report import write_report
 
 
 def publish(folder: Path, study, losses: dict[str, list[float]]) -> None:
@@ -167,8 +168,8 @@ def test_it_is_said_which_code_made_the_records(tmp_path):
     made = {"code": "abc123", "torch": "2.13.0", "cpu": "a processor"}
     for spec in study.specs("diag", [0.1], study.final):
         write(tmp_path / study.name, spec, record(spec, 1.0, environment=made))
-    told = fig5(ReportConfig(tmp_path, tmp_path)).notes[-1]
-    assert told.endswith(": 5 runs by code ?, torch ?, ?; 3 runs by code abc123, torch 2.13.0, a processor.")
+    note = fig5(ReportConfig(tmp_path, tmp_path)).notes[-1]
+    assert note.endswith(": 5 runs by code ?, torch ?, ?; 3 runs by code abc123, torch 2.13.0, a processor.")
 
 
 @pytest.mark.parametrize(("name", "verdict"), [("diag", Verdict.HOLDS), ("BMA", Verdict.FAILS)])
@@ -182,3 +183,71 @@ def test_a_run_that_diverges_is_infinitely_bad(tmp_path, name, verdict):
     assert [claim.verdict for claim in outcome.claims[:2]] == [verdict, verdict]
     assert "no mean, runs diverged" in outcome.claims[0].measured
     assert f"{name}: 1 diverged" in outcome.claims[0].measured
+
+
+def spoil(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"train_loss": 1.0', '"train_loss": NaN'),
+        ('"train_loss": 1.0', '"train_loss": null'),
+        ('"train_loss": 1.0', '"train_loss": 1e308'),
+        ('"environment": {}', '"environment": "x"'),
+        ('"environment": {}', '"environment": null'),
+        ('"test_error": 0.1', '"test_error": []'),
+    ],
+)
+def test_an_arm_with_a_corrupt_tuning_run_stays_in_the_table_and_the_file_is_named(tmp_path, capsys, old, new):
+    study = studies("quick")[0]
+    publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2], "BMA weighted": [0.8, 0.9, 1.0]})
+    spec = study.specs("BMA weighted", [0.1], study.tuning)[0]
+    path = tmp_path / study.name / f"{spec.key}.json"
+    spoil(path, old, new)
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
+    assert outcome.tables[0].rows[1] == ["BMA weighted", "none yet", "4 of 5 tuning runs", "–", "–", "–", "–"]
+    (problem,) = outcome.unusable
+    assert problem.startswith(f"{path} cannot be used (")
+    page = write_report({"fig5": outcome}, ReportConfig(tmp_path, tmp_path), tmp_path / "report.html").read_text()
+    assert "Records that cannot be used, and count as missing:" in page
+    assert path.name in page
+
+
+def test_a_corrupt_final_run_counts_as_missing(tmp_path):
+    study = studies("quick")[0]
+    publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.9, 1.0]})
+    spec = study.specs("BMA", [0.1], study.final)[1]
+    spoil(tmp_path / study.name / f"{spec.key}.json", '"train_loss": 0.9', '"train_loss": NaN')
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
+    assert [row[2] for row in outcome.tables[0].rows] == ["3", "2 of 3"]
+    assert outcome.claims[0].measured == "BMA has 2 of 3 runs"
+    assert len(outcome.unusable) == 1
+
+
+def test_a_study_whose_records_are_all_corrupt_is_not_taken_for_one_without_records(tmp_path):
+    study = studies("quick")[0]
+    publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2]})
+    for path in (tmp_path / study.name).iterdir():
+        path.write_text("{")
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
+    assert [table.rows for table in outcome.tables] == [[["diag", "none yet", "0 of 5 tuning runs", *["–"] * 4]]]
+    assert len(outcome.unusable) == 5
+    assert not outcome.pictures
+    assert not any("no records here of digits-small" in note for note in outcome.notes)
+
+
+def test_an_arm_that_diverges_with_every_rate_stays_in_the_table(tmp_path):
+    study = studies("quick")[0]
+    publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2]})
+    for spec in study.specs("Adam", study.rates, study.tuning):
+        write(tmp_path / study.name, spec, record(spec, 1.0, diverged_at=3, epochs=[], train_loss=None))
+    for spec in study.specs("AdamBMA", study.rates, study.tuning):
+        write(tmp_path / study.name, spec, record(spec, 1.0))
+    best, rates = fig5(ReportConfig(tmp_path, tmp_path)).tables
+    assert best.rows[1] == ["Adam", "none", "diverged with every rate", "–", "–", "–", "–"]
+    assert best.rows[2] == ["AdamBMA", "1", "0 of 3", "–", "–", "–", "–"]
+    assert rates.rows[1] == ["Adam", *["diverged"] * 5]

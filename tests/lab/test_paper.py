@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -132,10 +133,23 @@ def test_the_fisher_matrix_is_measured_once_and_kept_to_six_digits(
     assert all(torch.equal(a, b) for a, b in zip(first[:2], again[:2], strict=True))
     path = tmp_path / "records" / "fig4-quick.json"
     record = json.loads(path.read_text())
-    for spoilt in ({"trained": record["trained"][1:]}, {"deviation": math.nan}, {"initial": None}):
+    triangle = record["trained"]
+    for spoilt, complaint in (
+        ({"trained": triangle[1:]}, "entries are missing"),
+        ({"deviation": math.nan}, "NaN is not JSON"),
+        ({"deviation": None}, "deviation must be a number"),
+        ({"initial": None}, "has no len"),
+        ({"initial": [None, *triangle[1:]]}, "initial must be a number"),
+        ({"trained": [1e308, *triangle[1:]]}, r"trained must be a number from -1e\+38 to 1e\+38. Got 1e\+308 instead."),
+        ({"trained": [1e308] * len(triangle)}, "trained must be a number"),
+        ({"trained": [triangle[0], 1e30, *triangle[2:]]}, "trained must have F_ij² ≤ F_ii F_jj"),
+        ({"initial": [0.0] * len(triangle)}, "the trace of initial must be positive. Got 0 instead."),
+        ({"environment": "x"}, "environment must be an object"),
+    ):
         path.write_text(json.dumps(record | spoilt))
-        with pytest.raises(FileNotFoundError, match="`blockmean reproduce fig4 --profile quick` measures it"):
+        with pytest.raises(FileNotFoundError, match="`blockmean reproduce fig4 --profile quick` measures it") as error:
             small_fisher.small_fisher(report)
+        assert re.search(rf"^{path} cannot be used \(.*{complaint}", str(error.value))
 
 
 def test_approximations_have_the_errors_that_theory_gives():
@@ -222,6 +236,11 @@ def test_table_4_is_measured_once(tmp_path: Path, few_rounds: None, monkeypatch:
         (lambda text: text.replace('"batch": 100', '"batch": 64'), "it belongs to other settings"),
         (lambda text: json.dumps({**json.loads(text), "models": {}}), "'small'"),
         (lambda text: json.dumps(without_a_round(json.loads(text))), "rounds are missing"),
+        (lambda text: json.dumps(with_a_time(json.loads(text), None)), "a time in ms must be a number"),
+        (lambda text: json.dumps(with_a_time(json.loads(text), 0.0)), "Got 0.0 instead."),
+        (lambda text: json.dumps(with_a_time(json.loads(text), 1e308)), "Got 1e+308 instead."),
+        (lambda text: json.dumps(with_a_time(json.loads(text), math.nan)), "NaN is not JSON"),
+        (lambda text: json.dumps({**json.loads(text), "environment": "x"}), "environment must be an object"),
     ],
 )
 def test_a_record_that_cannot_be_used_is_named_and_made_again(spoil, complaint, tmp_path, monkeypatch, capsys):
@@ -244,6 +263,19 @@ def test_a_record_that_cannot_be_used_is_named_and_made_again(spoil, complaint, 
 def without_a_round(record):
     record["models"]["small"]["step"]["BMA"].pop()
     return record
+
+
+def with_a_time(record, milliseconds):
+    record["models"]["small"]["step"]["BMA"][0] = milliseconds
+    return record
+
+
+def test_table_4_does_not_need_to_know_the_machine(tmp_path: Path, few_rounds: None):
+    PARTS["table4"](config(tmp_path))
+    path = tmp_path / "records" / "table4-quick.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "environment": {"date": None}}))
+    outcome = PARTS["table4"](config(tmp_path))
+    assert outcome.notes[0].startswith("Measured on ?, on one thread")
 
 
 def test_a_median_has_the_interval_of_the_sign_test():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -14,10 +13,12 @@ from blockmean.lab.data import load
 from blockmean.lab.models import small
 from blockmean.lab.paper.measurement import load_or_measure
 from blockmean.lab.paper.outcome import ReportConfig
+from blockmean.lab.records import require_number
 from blockmean.lab.train import Record
 
 d = 322
 SAMPLES = 4_000
+LARGEST_ENTRY = 1e38  # squares and their sum must stay finite
 TRAINED = 200
 """Steps of AdaGrad (batch 100, η = 0.1): five epochs of the embedded digits, a third of one of MNIST."""
 CUTS = ("tensor", "unit", "kernel")
@@ -111,8 +112,16 @@ def _symmetric(triangle: list[float]) -> Tensor:
 
 
 def _require_all_entries(record: Record) -> None:
-    initial, trained = record["initial"], record["trained"]
-    if {len(initial), len(trained)} != {d * (d + 1) // 2}:
-        raise ValueError("entries are missing")
-    if not math.isfinite(math.fsum([*initial, *trained, record["deviation"]])):
-        raise ValueError("an entry is no number")
+    """Both matrices are complete, and could be second moments of gradients."""
+    require_number(record, "deviation", 0, 1e300)
+    for name in ("initial", "trained"):
+        if len(record[name]) != d * (d + 1) // 2:
+            raise ValueError("entries are missing")
+        for entry in record[name]:
+            require_number({name: entry}, name, -LARGEST_ENTRY, LARGEST_ENTRY)
+        F = _symmetric(record[name])
+        if not F.trace() > 0:
+            raise ValueError(f"the trace of {name} must be positive. Got {float(F.trace()):g} instead.")
+        variances = F.diagonal().clamp_min(0)
+        if not (F.square() <= 1.001 * variances.outer(variances)).all():  # six digits are kept of each entry
+            raise ValueError(f"{name} must have F_ij² ≤ F_ii F_jj, as second moments do")
