@@ -61,9 +61,9 @@ def train(
             verify(dataset, data_dir, download)
         images_of(spec, data_dir)
         out.mkdir(parents=True, exist_ok=True)
+    console.print(f"{optimizer} (lr {rate:g}): {model} model on {dataset}", soft_wrap=True)
     losses: list[float] = []
     columns = (
-        TextColumn(f"{optimizer} (lr {rate:g}) on {dataset}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]}"),

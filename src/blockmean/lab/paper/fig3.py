@@ -1,4 +1,4 @@
-"""Figure 3: a matrix and its block mean approximation, and beside it other approximations."""
+"""Figure 3: a matrix and its block mean approximation, compared with other approximations."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def fig3(config: ReportConfig) -> Outcome:
         ),
     ]
     caption = f"A matrix, its block mean approximation ({L + L * L} numbers for {d * d:,}) and the difference."
-    beside = related_work(config)
-    pictures = [save(figure, config.out / "fig3", caption), *beside.pictures]
-    return Outcome([*claims, *beside.claims], pictures, beside.tables, beside.notes)
+    others = related_work(config)
+    pictures = [save(figure, config.out / "fig3", caption), *others.pictures]
+    return Outcome([*claims, *others.claims], pictures, others.tables, others.notes)

@@ -1,4 +1,4 @@
-"""Figure 4: the empirical Fisher matrix of the 322-parameter net and its block means with 10, 27 and 45 blocks."""
+"""Figure 4: the empirical Fisher of the 322-parameter network and its block means with 10, 27 and 45 blocks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from blockmean.lab.paper.small_fisher import CUTS, SAMPLES, TRAINED, correlation
 from blockmean.lab.picture import save
 
 PAPER = (0.1036, 0.1024, 0.0998)
-"""The mean square errors that the paper prints."""
+"""The mean square errors in the paper."""
 
 
 def fig4(config: ReportConfig) -> Outcome:
-    """The empirical Fisher of the 322-parameter net with 10, 27 and 45 blocks, and how far each is from it."""
+    """The empirical Fisher of the 322-parameter network with 10, 27 and 45 blocks, and the error of each."""
     fisher = small_fisher(config)
     partitions = [Partition.of(_named(untrained()), by) for by in CUTS]
     counts = [p.num_blocks for p in partitions]
@@ -32,10 +32,10 @@ def fig4(config: ReportConfig) -> Outcome:
     for letter, M, error in zip("bcd", approximations, errors, strict=True):
         panels.append((M, f"({letter}) {M.partition.num_blocks}×{M.partition.num_blocks} blocks, MSE {error:.4f}"))
     for i, (ax, (matrix, title)) in enumerate(zip(figure.subplots(2, 2).flat, panels, strict=True)):
-        # The first has the lines of the coarsest partition, to find one's way; colours are the same in all four.
+        # The first has the lines of the coarsest partition for orientation; colours are the same in all four.
         blocks = partitions[0] if i == 0 else None
         plot.blocks(matrix, blocks, ax=ax, title=title, vmax=0.5, colorbar=i % 2 == 1)
-        ax.images[0].set_interpolation("none")  # an SVG then has the cells as they are, in a quarter of the bytes
+        ax.images[0].set_interpolation("none")  # keeps the cells in an SVG as they are, in a quarter of the bytes
     figure.suptitle(r"empirical Fisher matrix as correlations $F_{ij}/\sqrt{F_{ii}F_{jj}}$")
     data = "MNIST" if config.profile == "paper" else "the embedded digits"
     caption = (
@@ -81,20 +81,20 @@ def fig4(config: ReportConfig) -> Outcome:
     )
     notes = [
         "The paper says neither at which weights its matrix is taken, nor over how many images, nor how its values are "
-        "“normalized for better visualization”; an MSE depends on all of these. Correlations are what is shown here: "
-        "they have no free constant, and Z⁻¹HZ⁻¹ is the matrix that AdaGrad-BMA approximates by a block mean. The last "
+        "“normalized for better visualization”; an MSE depends on all of these. This figure shows correlations: they "
+        "have no free constant, and Z⁻¹HZ⁻¹ is the matrix that AdaGrad-BMA approximates by a block mean. The last "
         "column is the largest factor by which one of the three is off.",
     ]
     return Outcome(claims, [save(figure, config.out / "fig4", caption)], [table], notes)
 
 
 def _clipped(F: Tensor, quantile: float) -> Tensor:
-    """Divided by a quantile of |F_ij|, and cut off at ± 1."""
+    """F divided by a quantile of |F_ij|, and cut off at ± 1."""
     return (F / F.abs().flatten().quantile(quantile)).clamp(-1, 1)
 
 
 def _decades(F: Tensor) -> Tensor:
-    """The magnitude on a logarithmic scale: 1 is the largest, 0 what is six decades below it, or further."""
+    """The magnitude on a logarithmic scale: 1 is the largest, 0 is six decades below it or less."""
     return (1 + (F.abs() / F.abs().max()).log10() / 6).clamp(0, 1)
 
 
@@ -123,7 +123,7 @@ def _errors(matrix: Tensor, partitions: list[Partition]) -> list[float]:
 
 
 def _distance(errors: list[float]) -> float:
-    """The largest |log| of the ratios to what the paper prints."""
+    """The largest |log| of the ratios to the paper's errors."""
     return max(abs(math.log(ours / theirs)) for ours, theirs in zip(errors, PAPER, strict=True))
 
 

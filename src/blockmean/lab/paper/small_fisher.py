@@ -20,18 +20,18 @@ d = 322
 SAMPLES = 4_000
 LARGEST_ENTRY = 1e38  # squares and their sum must stay finite
 TRAINED = 200
-"""Steps of AdaGrad (batch 100, η = 0.1): five epochs of the embedded digits, a third of one of MNIST."""
+"""Steps of AdaGrad (batch 100, η = 0.1): five epochs of the embedded digits, a third of an epoch of MNIST."""
 CUTS = ("tensor", "unit", "kernel")
-"""How Figure 4 cuts the weights; biases are one block per layer in all three."""
+"""The partitions of the weights in Figure 4; biases are one block per layer in all three."""
 
 
 class SmallFisher(NamedTuple):
-    """Empirical Fisher matrices of the net, (322, 322), with initial and with trained weights."""
+    """Empirical Fisher matrices of the network, (322, 322), with initial and with trained weights."""
 
     initial: Tensor
     trained: Tensor
     deviation: float
-    """How far block means from per-sample block sums are from those of the dense matrix, relative, at most."""
+    """The largest relative distance of a block mean from per-sample block sums to that of the dense matrix."""
 
 
 def small_fisher(config: ReportConfig) -> SmallFisher:
@@ -50,7 +50,7 @@ def correlations(F: Tensor) -> Tensor:
 
 
 def untrained() -> nn.Module:
-    """The net for MNIST with the weights that training starts from."""
+    """The network for MNIST with its initial weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return small((1, 28, 28))
@@ -69,7 +69,7 @@ def _measure(dataset: str, config: ReportConfig) -> Record:
 
 
 def _deviation(model: nn.Module, by: str, images: Tensor, labels: Tensor, F: Tensor) -> float:
-    """How far the block mean from per-sample gradients is from that of the dense matrix, relative."""
+    """The relative distance of the block mean from per-sample gradients to that of the dense matrix."""
     partition = Partition.of(model, by)
     streamed = curvature.empirical_fisher(model, nn.functional.cross_entropy, (images, labels), partition)
     fitted = BlockMean.fit(F, partition).to_dense()
@@ -77,7 +77,7 @@ def _deviation(model: nn.Module, by: str, images: Tensor, labels: Tensor, F: Ten
 
 
 def _train(model: nn.Module, images: Tensor, labels: Tensor) -> None:
-    """A few steps, the same every time."""
+    """Train for a few steps, the same every time."""
     random = torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     for _ in range(TRAINED):
@@ -88,7 +88,7 @@ def _train(model: nn.Module, images: Tensor, labels: Tensor) -> None:
 
 
 def fisher(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The empirical Fisher matrix in float64, by all gradients at once."""
+    """The empirical Fisher matrix in float64, from all gradients at once."""
     params = {name: param.detach().double() for name, param in model.named_parameters()}
 
     def loss(params: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
