@@ -185,7 +185,9 @@ def test_a_parameter_without_gradient_has_no_correlations():
 
 
 def test_partitions_of_figure_4_are_those_of_its_caption():
-    sizes = {by: Partition.of(small_fisher.small((1, 28, 28)), by).sizes.tolist() for by in small_fisher.CUTS}
+    model = small_fisher.small((1, 28, 28))
+    cuts = {by: Partition.of(model, small_fisher.with_whole_biases(by)) for by in small_fisher.CUTS}
+    sizes = {by: partition.sizes.tolist() for by, partition in cuts.items()}
     assert sizes["tensor"] == [27, 3, 81, 3, 81, 3, 81, 3, 30, 10]
     assert sizes["unit"] == [*[9] * 3, 3, *([*[27] * 3, 3] * 3), *[3] * 10, 10]
     assert sizes["kernel"] == [*[9] * 3, 3, *([*[9] * 9, 3] * 3), *[3] * 10, 10]

@@ -30,7 +30,7 @@ def save(figure: Figure, path: Path, caption: str = "") -> Picture:
     """Write a figure as `path`.svg and `path`.png, the same bytes for the same figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = Picture(path, caption)
-    # matplotlib puts the date and random identifiers into an SVG unless told otherwise.
+    # matplotlib puts the date and random identifiers into an SVG by default.
     with matplotlib.rc_context({"svg.hashsalt": path.name}):
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None}, dpi=200)

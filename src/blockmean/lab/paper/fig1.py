@@ -100,14 +100,14 @@ def fig1(config: ReportConfig) -> Outcome:
         ),
         Claim(
             "§2: algorithms that exploit the dependency can prevail over those that do not",
-            f"less of f left than with AdaGrad-diag after {STEPS} steps, from so many of {STARTS} starts on a circle: "
+            f"starts, out of {STARTS} on a circle, with less of f left than with AdaGrad-diag after {STEPS} steps: "
             + "; ".join(f"{name.removeprefix('AdaGrad-')}: {count}" for name, count in ahead.items()),
             Verdict.of(ahead["AdaGrad-full"] == STARTS),
         ),
     ]
     table = Table(
-        f"AdaGrad on the quadratic of Figure 1: what is left of f after {STEPS} steps from the point of the picture, "
-        f"and from how many of {STARTS} points on a circle it is less than with the diagonal method",
+        f"AdaGrad on the quadratic of Figure 1: the share of f left after {STEPS} steps from the start in the picture, "
+        f"and the number of starts, out of {STARTS} on a circle, from which it is less than with the diagonal method",
         ["method", "best η of the paper's five", "left", f"best η of {len(FINE_RATES)}", "left", "less than diag"],
         [
             [name, *_cells(adagrad[name]), *_cells(_best(make, FINE_RATES)), str(ahead.get(name, "–"))]

@@ -1,4 +1,4 @@
-"""Figure 5: training loss and test error of AdaGrad and its approximations, from records alone."""
+"""Figure 5: training loss and test error of AdaGrad and its approximations."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ AUTHORS = {
 # And where they begin: the training loss of the first epoch.
 AUTHORS_FIRST = {"cifar10-small": {"diag": 910, "BMA": 857, "full": 840}}
 
+DIFFERENCE = "difference from diag"
 CHANCE = math.log(10)
 """The loss of a network that gives every class the same probability."""
 
@@ -196,15 +197,13 @@ def _smaller(one: StudyResult, claim: str, value: Callable[[Record], float]) -> 
     if unfinished:
         return Claim(claim, unfinished, Verdict.UNKNOWN)
     found = differences(one.results["BMA"], one.results["diag"], value)
-    told = [
-        f"BMA − diag: {_format_difference(found)}",
-        f"smaller with {sum(x < 0 for x in found)} of {len(found)} seeds",
-    ]
-    astray = [f"{arm}: {what}" for arm in ("diag", "BMA") if (what := _describe_failures(one.results[arm]))]
-    if astray:
+    smaller = sum(x < 0 for x in found)
+    measured = [f"BMA − diag: {_format_difference(found)}", f"smaller with {smaller} of {len(found)} seeds"]
+    failures = [f"{arm}: {what}" for arm in ("diag", "BMA") if (what := _describe_failures(one.results[arm]))]
+    if failures:
         ours, theirs = (list(filterfalse(_failed, one.results[arm])) for arm in ("BMA", "diag"))
-        told += [*astray, f"without: {_format_difference(differences(ours, theirs, value))}"]
-    return Claim(claim, "; ".join(told), _verdict(found))
+        measured += [*failures, f"without: {_format_difference(differences(ours, theirs, value))}"]
+    return Claim(claim, "; ".join(measured), _verdict(found))
 
 
 def _similar(one: StudyResult, claim: str) -> Claim:
@@ -265,7 +264,7 @@ def _failed(record: Record) -> bool:
 
 def _results(one: StudyResult) -> Table:
     """What the best rate of each arm reached, and the difference from the diagonal method."""
-    header = ["optimizer", "rate", "seeds", "training loss", "minus diag's", "test error", "minus diag's"]
+    header = ["optimizer", "rate", "seeds", "training loss", DIFFERENCE, "test error", DIFFERENCE]
     wanted = len(one.study.final.seeds)
     edges = (min(one.study.rates), max(one.study.rates))
     rows = []
@@ -322,7 +321,7 @@ def _first_epochs(one: StudyResult) -> list[Table]:
         for arm, records in one.results.items()
         if arm in theirs
     ]
-    header = ["optimizer", "the authors' run", "minus diag's", f"our mean of {len(diag)} seeds", "minus diag's"]
+    header = ["optimizer", "the authors' run", DIFFERENCE, f"our mean of {len(diag)} seeds", DIFFERENCE]
     return [Table(f"{one.title}: training loss of the first epoch", header, rows)] if rows else []
 
 

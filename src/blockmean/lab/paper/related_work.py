@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockmean import BlockMean, Partition
 from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
-from blockmean.lab.paper.small_fisher import correlations, small_fisher, untrained
+from blockmean.lab.paper.small_fisher import correlations, small_fisher, untrained, with_whole_biases
 from blockmean.lab.picture import Picture, save
 
 CUTS = ("kernel", "unit", "tensor", "module", "all")
@@ -38,7 +38,7 @@ def related_work(config: ReportConfig) -> Outcome:
     """Approximate one Fisher matrix, and σI, in every way."""
     fisher = small_fisher(config)
     d = len(fisher.trained)
-    partitions = [Partition.of(untrained(), by) for by in CUTS]
+    partitions = [Partition.of(untrained(), with_whole_biases(by)) for by in CUTS]
     found = approximations(fisher.trained, partitions)
     identity = approximations(0.3 * torch.eye(d, dtype=torch.float64), partitions)
     table = Table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,11 @@ def correlations(F: Tensor) -> Tensor:
     return F / scale.where(scale > 0, torch.inf)
 
 
+def with_whole_biases(by: str) -> str | Callable[[str, Tensor], str]:
+    """How to cut the network by `by` with one block per bias, as Figure 4 does."""
+    return by if by in ("module", "all") else lambda name, tensor: by if tensor.ndim > 1 else "tensor"
+
+
 def untrained() -> nn.Module:
     """The network for MNIST with its initial weights."""
     with torch.random.fork_rng(devices=[]):
@@ -70,7 +76,7 @@ def _measure(dataset: str, config: ReportConfig) -> Record:
 
 def _deviation(model: nn.Module, by: str, images: Tensor, labels: Tensor, F: Tensor) -> float:
     """The relative distance of the block mean from per-sample gradients to that of the dense matrix."""
-    partition = Partition.of(model, by)
+    partition = Partition.of(model, with_whole_biases(by))
     streamed = curvature.empirical_fisher(model, nn.functional.cross_entropy, (images, labels), partition)
     fitted = BlockMean.fit(F, partition).to_dense()
     return float((streamed.to_dense() - fitted).norm() / fitted.norm())

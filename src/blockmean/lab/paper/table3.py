@@ -1,4 +1,4 @@
-"""Table 3: how many parameters the models have."""
+"""Table 3: the number of parameters of both models."""
 
 from blockmean.lab.models import MODELS
 from blockmean.lab.paper.architecture import SHAPES
