@@ -20,9 +20,11 @@ from typer.testing import CliRunner
 import blockmean
 from blockmean import cli
 from blockmean.lab import data, paper
+from blockmean.lab.models import MODELS
 from blockmean.lab.paper import PARTS, Claim, Outcome, ReportConfig, Verdict
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.sources import DamagedData
+from blockmean.lab.train import OPTIMIZERS
 from support.small_data import small_mnist, write
 
 run = CliRunner().invoke
@@ -178,6 +180,12 @@ def test_help_is_complete_at_80_columns(command: str):
         assert "…" not in text
         assert "..." not in text.partition("\n")[2].replace("parts...", "")
     assert command in overview
+
+
+def test_the_help_of_train_names_every_choice():
+    text = run(cli.app, ["train", "--help"], env={"COLUMNS": "80"}).output
+    for name in (*OPTIMIZERS, *MODELS, *data.DATASETS, *data.PREPARATIONS):
+        assert name in text
 
 
 @pytest.mark.parametrize("record", [None, "{}"])

@@ -172,8 +172,8 @@ def run_all(
                 except BrokenProcessPool:
                     raise WorkerKilled(
                         f"The process of the run {spec.key} was killed; the machine may be out of memory. Finished "
-                        f"runs are in {folder}: run the same command again to resume, with fewer jobs to use less "
-                        "memory."
+                        f"runs are in {folder}: run the same command again to resume, with a smaller --jobs to use "
+                        "less memory."
                     ) from None
                 start_next(pool)
                 yield record
