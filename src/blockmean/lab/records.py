@@ -21,7 +21,7 @@ REQUIRED = {"spec", "environment", "epochs", "diverged_at", "train_loss", "test_
 LARGEST_LOSS = 3.5e38
 """Losses are computed in float32: a larger one was never measured."""
 
-_steps_done: Any = None  # in a worker: the counter that it shares with the others and the main process
+_steps_done: Any = None  # in a worker: its counter, which the main process reads
 
 
 class UnusableRecord(ValueError):
@@ -144,12 +144,10 @@ def run_all(
     if not missing:
         return
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    counter = context.Value("q", done)
+    # One counter per worker, without a lock: a killed process would never release it.
+    counters = [context.RawValue("q", 0) for _ in range(min(jobs, len(missing)))]
     # One pool per worker, one run at a time: if a process is killed, it is known which run it was making.
-    pools = [
-        ProcessPoolExecutor(1, context, initializer=_init_worker, initargs=(counter,))
-        for _ in range(min(jobs, len(missing)))
-    ]
+    pools = [ProcessPoolExecutor(1, context, initializer=_init_worker, initargs=(counter,)) for counter in counters]
     waiting = iter(missing)
     running: dict[Future[Record], tuple[RunSpec, ProcessPoolExecutor]] = {}
 
@@ -164,7 +162,7 @@ def run_all(
         while running:
             ready, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
             if on_steps is not None:
-                on_steps(counter.value)
+                on_steps(done + sum(counter.value for counter in counters))
             for future in ready:
                 spec, pool = running.pop(future)
                 try:
@@ -207,11 +205,9 @@ def _run(spec: RunSpec, folder: Path, data_dir: Path | None) -> Record:
     def count(step: int, loss: float) -> None:
         nonlocal made
         made += 1
-        with _steps_done.get_lock():
-            _steps_done.value += 1
+        _steps_done.value += 1
 
     record = run(spec, data_dir, count)
     write(folder, spec, record)
-    with _steps_done.get_lock():
-        _steps_done.value += spec.steps - made  # a run that diverged counts as complete
+    _steps_done.value += spec.steps - made  # a run that diverged counts as complete
     return record
