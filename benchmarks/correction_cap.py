@@ -1,4 +1,4 @@
-"""Is a cap on the correction worth having? AdamBMA with all units coupled, where neighbours can move each other.
+"""Is a cap on the correction worth having? AdamBMA with all units coupled, so that they can move each other.
 
     python benchmarks/correction_cap.py --data-dir FOLDER [--jobs 2]
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from first_look import TASKS, main
 
-ARMS = {
-    "no coupling": {"optimizer": "AdamBMA"},
-    "coupled, no cap": {"optimizer": "AdamBMA", "options": {"coupling": "all"}},
-    "coupled, cap 3": {"optimizer": "AdamBMA", "options": {"coupling": "all", "correction_cap": 3.0}},
-    "coupled, cap 1": {"optimizer": "AdamBMA", "options": {"coupling": "all", "correction_cap": 1.0}},
+OPTIONS = {
+    "no coupling": {},
+    "coupled, no cap": {"coupling": "all"},
+    "coupled, cap 3": {"coupling": "all", "correction_cap": 3.0},
+    "coupled, cap 1": {"coupling": "all", "correction_cap": 1.0},
 }
+ARMS = {name: {"optimizer": "AdamBMA", "options": {"weight_decay": 0.0, **own}} for name, own in OPTIONS.items()}
 BASELINE = {"coupled, cap 3": "coupled, no cap", "coupled, cap 1": "coupled, no cap"}
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Does `diagnose` foretell what the correction brings? Its share after 50 steps beside the gain of first_look.py.
+"""Does `diagnose` predict the gain of the correction? Its share after 50 steps, and the gain in first_look.py.
 
 python benchmarks/diagnosis.py --data-dir FOLDER [--out benchmarks/results/diagnosis.json]
 """
@@ -24,12 +24,12 @@ STEPS = 50
 
 
 def share(setting: dict[str, Any], data_dir: Path | None) -> dict[str, float]:
-    """What `diagnose` says after 50 steps of AdamBMA with its default learning rate."""
+    """The findings of `diagnose` after 50 steps of AdamBMA with its default learning rate."""
     images = load(setting["dataset"], setting["inputs"], data_dir)
     torch.manual_seed(0)
     channels, height, width = images.train.shape[1:]
     model = MODELS[setting["model"]]((channels, height, width))
-    optimizer = AdamBMA(model.named_parameters())
+    optimizer = AdamBMA(model.named_parameters(), weight_decay=0.0)
     for _ in range(STEPS):
         batch = torch.randint(len(images.train), (setting["batch"],))
         optimizer.zero_grad()
@@ -61,7 +61,9 @@ def main() -> None:
         gains = [gain(row, "AdaGradBMA", "Adagrad"), gain(row, "AdamBMA", "AdamW")]
         rows.append({"task": row["task"], **found, "gain_adagrad": gains[0], "gain_adam": gains[1]})
         print(f"| {row['task']} | {found['share']:.1%} | {gains[0]:.0%} | {gains[1]:.0%} |")
-    options.out.write_text(json.dumps({"environment": environment(), "steps": STEPS, "rows": rows}, indent=1) + "\n")
+    options.out.write_text(
+        json.dumps({"environment": environment(), "steps": STEPS, "rows": rows}, indent=1, allow_nan=False) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python benchmarks/epoch.py --data-dir FOLDER [--rounds 3]
 
-Every epoch runs in a process of its own on one thread, one optimizer after the other, round after round. Seconds by the
-clock on the wall from the first byte of data to the end of the last step, and of the evaluation after it (the test set
-and 10,000 training images); then the processor's seconds of the parts of the epoch. Starting Python and importing torch
-is not counted. All goes to benchmarks/results/epoch.json.
+Every epoch runs in its own process on one thread, one optimizer after the other, in rounds. Measured are the wall-clock
+seconds of the epoch, from the first byte of data to the end of the last step, and of the evaluation after it (the test
+set and 10,000 training images); and the processor seconds of the parts of the epoch. Starting Python and importing
+torch does not count. The record is benchmarks/results/epoch.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 from blockmean.lab.environment import environment, use_threads
 from blockmean.lab.paper.protocol import SMALL_ARMS
-from blockmean.lab.train import Spec, run, steps_per_epoch
+from blockmean.lab.spec import RunSpec
+from blockmean.lab.train import run, steps_per_epoch
 
 COLUMNS = ("epoch", "reading data", "forward and backward", "optimizer", "drawing batches", "evaluation")
 
@@ -28,10 +29,10 @@ COLUMNS = ("epoch", "reading data", "forward and backward", "optimizer", "drawin
 def epoch(arm: str, dataset: str, data_dir: Path | None) -> dict[str, float]:
     """Seconds of one epoch and of its parts."""
     use_threads(1)
-    import torch._dynamo  # noqa: F401  # torch's optimizers import it at their first step, in seconds
+    import torch._dynamo  # noqa: F401  # takes seconds; torch's optimizers import it at their first step
 
     steps = steps_per_epoch(dataset, 100)
-    spec = Spec(dataset, "small", **SMALL_ARMS[arm], lr=0.1, seed=0, steps=steps, batch=100)
+    spec = RunSpec(dataset, "small", **SMALL_ARMS[arm], lr=0.1, seed=0, steps=steps, batch=100)
     steps_ended: list[tuple[float, float]] = []
     began, cpu_began = _now()
     record = run(spec, data_dir, lambda step, loss: steps_ended.append(_now()))
@@ -67,15 +68,15 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--dataset", default="mnist", help="digits takes the 4,000 embedded ones, to try it out")
-    parser.add_argument("--data-dir", type=Path, default=None, help="where MNIST is")
+    parser.add_argument("--dataset", default="mnist", help="digits (4,000 embedded images) is enough for a trial")
+    parser.add_argument("--data-dir", type=Path, default=None, help="folder with MNIST")
     parser.add_argument("--rounds", type=int, default=3, help="epochs of each optimizer")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "epoch.json")
     options = parser.parse_args()
     found = measure(options.dataset, options.data_dir, options.rounds)
     record: dict[str, Any] = {"environment": environment(), "dataset": options.dataset, "epochs": found}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    options.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
     print(table(found))
 
 

@@ -1,10 +1,10 @@
-"""A first look at what the block mean buys: training loss after a fixed number of steps, with and without it.
+"""What the block mean gains: training loss after a fixed number of steps, with and without it.
 
     python benchmarks/first_look.py --data-dir FOLDER [--jobs 2] [--records out/runs]
 
-Every arm gets the same learning rates and the same seeds for choosing among them; the best is then run with five fresh
-seeds. Seeds fix initial weights and batches, so arms are compared in pairs. Runs are kept as records and not made
-again; the summary goes to benchmarks/results/first_look.json, from which docs/optimizers.md takes its table.
+Every arm is tuned over the same learning rates and seeds; its best rate then runs with five fresh seeds. Seeds fix
+initial weights and batches, so arms are compared in pairs. Runs are kept as records and not repeated; the summary goes
+to benchmarks/results/first_look.json, the source of the table in docs/optimizers.md.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 from rich.progress import Progress
 
 from blockmean.lab.environment import environment
-from blockmean.lab.records import run_all
+from blockmean.lab.records import WorkerKilled, run_all
+from blockmean.lab.spec import RunSpec
 from blockmean.lab.study import interval
-from blockmean.lab.train import Spec
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 TUNING_SEEDS = (100,)
@@ -36,7 +36,7 @@ TASKS: dict[str, dict[str, Any]] = {
     for inputs in ("raw", "centred", "normalised")
 }
 
-# Each arm that has a correction stands beside its diagonal method.
+# Each corrected method has its diagonal method as baseline; none has weight decay.
 ARMS: dict[str, dict[str, Any]] = {
     "Adagrad": {"optimizer": "Adagrad"},
     "AdaGradBMA": {
@@ -44,7 +44,7 @@ ARMS: dict[str, dict[str, Any]] = {
         "options": {"variant": "weighted", "partition": "unit", "coupling": "none"},
     },
     "AdamW": {"optimizer": "AdamW", "options": {"weight_decay": 0.0}},
-    "AdamBMA": {"optimizer": "AdamBMA"},
+    "AdamBMA": {"optimizer": "AdamBMA", "options": {"weight_decay": 0.0}},
 }
 BASELINE = {"AdaGradBMA": "Adagrad", "AdamBMA": "AdamW"}
 
@@ -55,17 +55,17 @@ Tasks = dict[str, dict[str, Any]]
 def compare(
     task: str, setting: dict[str, Any], arms: Tasks, baseline: dict[str, str], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """For each arm its best rate, what five seeds reached with it, and the paired difference from its baseline."""
+    """For each arm its best rate, the results of five seeds with it, and the paired difference from its baseline."""
 
-    def specs(arm: str, rates: Sequence[float], seeds: Sequence[int]) -> list[Spec]:
-        return [Spec(**setting, **arms[arm], lr=rate, seed=seed) for rate in rates for seed in seeds]
+    def specs(arm: str, rates: Sequence[float], seeds: Sequence[int]) -> list[RunSpec]:
+        return [RunSpec(**setting, **arms[arm], lr=rate, seed=seed) for rate in rates for seed in seeds]
 
-    def run(wanted: list[Spec], title: str) -> dict[Spec, dict[str, Any]]:
+    def run(wanted: list[RunSpec], title: str) -> dict[RunSpec, dict[str, Any]]:
         found = {}
         with Progress() as progress:
             bar = progress.add_task(f"{task}: {title}", total=len(wanted))
             for record in run_all(wanted, options.records, options.data_dir, options.jobs):
-                found[Spec(**record["spec"])] = record
+                found[RunSpec(**record["spec"])] = record
                 progress.advance(bar)
         return found
 
@@ -90,13 +90,13 @@ def compare(
 
 
 def mean_loss(records: list[dict[str, Any]]) -> float:
-    """Mean training loss; infinite where a run diverged."""
+    """Mean training loss; infinite if a run diverged."""
     losses = [record["train_loss"] for record in records]
     return float("inf") if None in losses else statistics.mean(losses)
 
 
 def paired(ours: list[float | None], theirs: list[float | None]) -> dict[str, float] | None:
-    """Mean of the differences over seeds, and half the width of its 95% interval; None where a run diverged."""
+    """Mean of the differences over seeds, and half the width of its 95% interval; None if a run diverged."""
     if None in ours or None in theirs:
         return None
     found = interval([a - b for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None])
@@ -128,9 +128,12 @@ def main(description: str, tasks: Tasks, arms: Tasks, baseline: dict[str, str], 
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for task, setting in tasks.items():
-        rows.append(compare(task, setting, arms, baseline, options))
+        try:
+            rows.append(compare(task, setting, arms, baseline, options))
+        except WorkerKilled as error:
+            raise SystemExit(str(error)) from None
         record = {"environment": environment(), "tasks": tasks, "arms": arms, "rows": rows}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        options.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
     print(table(rows))
 
 

@@ -1,11 +1,11 @@
-"""How long the first step is: why Algorithm 1 with the authors' floor for eigenvalues can lose a network at once.
+"""The length of the first step: why Algorithm 1 with the authors' floor for eigenvalues can ruin a network at once.
 
     python benchmarks/first_step.py --data-dir FOLDER [--seeds 20]
 
 In the first step of AdaGrad every parameter moves by η, whatever its gradient. The block mean corrects that by A^-½
-between blocks, and A has then rank one: all its eigenvalues but one are raised to the floor. Per model, floor and
-seed: the largest move of a parameter in units of η, and how much of the differences between the outputs for 500 test
-images is left after the step with η = 0.1. All goes to benchmarks/results/first_step.json.
+between blocks. A has rank one then: all its eigenvalues but one are raised to the floor. Measured per model, floor and
+seed: the largest move of a parameter in units of η, and how much of the spread of the outputs over 500 test images is
+left after a step with η = 0.1. The record is benchmarks/results/first_step.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLOORS = {"the authors' floor, 1e-10": 1e-10, "our floor, 0.1": 0.1}
 
 
 def first_step(model_name: str, images: Images, seed: int) -> dict[str, dict[str, float]]:
-    """What the step does with each floor, from equal weights and an equal batch."""
+    """The effect of the step with each floor, from equal weights and an equal batch."""
     torch.manual_seed(seed)
     start = network(model_name, images.train)
     batch = torch.randint(len(images.train), (100,))
@@ -48,7 +48,7 @@ def first_step(model_name: str, images: Images, seed: int) -> dict[str, dict[str
 
 
 def table(found: dict[str, list[dict[str, dict[str, float]]]]) -> str:
-    """One row per model and floor; differences are lost where less than a thousandth of them is left."""
+    """One row per model and floor; differences are lost if less than a thousandth of them is left."""
     header = ["model, floor", "largest move, median seed", "worst seed", "seeds that lose all differences"]
     lines = [f"| {' | '.join(header)} |", "|---|---|---|---|"]
     for model, seeds in found.items():
@@ -62,7 +62,7 @@ def table(found: dict[str, list[dict[str, dict[str, float]]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--dataset", default="mnist", help="digits takes the 4,000 embedded ones, to try it out")
+    parser.add_argument("--dataset", default="mnist", help="digits (4,000 embedded images) is enough for a trial")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--models", nargs="+", default=["small", "large"])
     parser.add_argument("--seeds", type=int, default=20)

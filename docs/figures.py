@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from blockmean.lab.paper import PARTS, Setting
+from blockmean.lab.paper import PARTS, ReportConfig
 from blockmean.lab.picture import save
 
 ROOT = Path(__file__).parent.parent
@@ -70,8 +70,8 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        setting = Setting(out, out / "records")
-        pictures = [picture.svg for name in ("fig2", "fig3") for picture in PARTS[name](setting).pictures]
+        config = ReportConfig(out, out / "records")
+        pictures = [picture.svg for name in ("fig2", "fig3") for picture in PARTS[name](config).pictures]
         pictures += algebra_cost(json.loads(RECORD.read_text()), out)
         for picture in pictures:
             if picture.suffix == ".svg":

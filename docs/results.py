@@ -11,8 +11,8 @@ from statistics import median
 
 from matplotlib.figure import Figure
 
-from blockmean.lab.paper import PARTS, Outcome, Setting, Verdict
-from blockmean.lab.paper.fig5 import COLOURS, Found, curves, draw, find
+from blockmean.lab.paper import PARTS, Outcome, ReportConfig, Verdict
+from blockmean.lab.paper.fig5 import COLOURS, StudyResult, curves, draw, find
 from blockmean.lab.paper.protocol import SMALL_ARMS
 from blockmean.lab.picture import Picture, save
 
@@ -21,25 +21,25 @@ PAGE = ROOT / "docs" / "results.md"
 EPOCH = ROOT / "benchmarks" / "results" / "epoch.json"
 
 
-def setting(out: Path) -> Setting:
+def config(out: Path) -> ReportConfig:
     """The published records, and a folder for pictures."""
-    return Setting(out, ROOT / "results", profile="paper", measure=False)
+    return ReportConfig(out, ROOT / "results", profile="paper", measure=False)
 
 
 def outcomes(out: Path) -> dict[str, Outcome]:
     """All parts of the paper, Figure 5 first."""
-    return {name: PARTS[name](setting(out)) for name in sorted(PARTS, key=lambda name: name != "fig5")}
+    return {name: PARTS[name](config(out)) for name in sorted(PARTS, key=lambda name: name != "fig5")}
 
 
 def pictures(out: Path) -> list[Picture]:
-    """All studies in small, and the curves of each data set."""
-    ready = [one for one in find(setting(out)) if one.results]
+    """An overview of all studies, and the curves of each data set."""
+    ready = [one for one in find(config(out)) if one.results]
     by_data = {name: [one for one in ready if one.study.dataset == name] for name in ("mnist", "cifar10")}
     drawn = [draw(studies, set(SMALL_ARMS), out / f"fig5-{name}") for name, studies in by_data.items()]
     return [overview(ready, out / "overview"), *drawn]
 
 
-def overview(studies: list[Found], path: Path) -> Picture:
+def overview(studies: list[StudyResult], path: Path) -> Picture:
     """The training loss of every study in one small picture."""
     figure = Figure(figsize=(9.5, 2.6 * ((len(studies) + 1) // 2)), layout="constrained")
     panels = list(figure.subplots((len(studies) + 1) // 2, 2, squeeze=False).flat)
@@ -87,7 +87,7 @@ def epoch() -> str:
 
 
 def filled(page: str, found: dict[str, Outcome]) -> str:
-    """The page with everything between its marks made anew."""
+    """The page with everything between its marks replaced."""
     contents = {
         "claims": claims(found.values()),
         "fig5": tables(found["fig5"]),

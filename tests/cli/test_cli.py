@@ -5,8 +5,12 @@ from __future__ import annotations
 import builtins
 import importlib
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,9 +20,11 @@ from typer.testing import CliRunner
 import blockmean
 from blockmean import cli
 from blockmean.lab import data, paper
-from blockmean.lab.paper import PARTS, Claim, Outcome, Setting, Verdict
+from blockmean.lab.models import MODELS
+from blockmean.lab.paper import PARTS, Claim, Outcome, ReportConfig, Verdict
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.sources import DamagedData
+from blockmean.lab.train import OPTIMIZERS
 from support.small_data import small_mnist, write
 
 run = CliRunner().invoke
@@ -51,7 +57,7 @@ def test_only_the_parts_that_are_asked_for(tmp_path: Path):
 
 
 def test_pictures_are_the_same_bytes_every_time(tmp_path: Path):
-    first, second = (PARTS["fig2"](Setting(tmp_path / name, tmp_path)).pictures for name in "ab")
+    first, second = (PARTS["fig2"](ReportConfig(tmp_path / name, tmp_path)).pictures for name in "ab")
     assert [picture.svg.read_bytes() for picture in first] == [picture.svg.read_bytes() for picture in second]
 
 
@@ -66,7 +72,7 @@ def outcome(verdict: Verdict, exact: bool) -> Outcome:
 def test_only_mathematics_that_fails_gives_exit_code_1(
     verdict: Verdict, exact: bool, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(paper, "PARTS", {"part": lambda setting: outcome(verdict, exact)})
+    monkeypatch.setattr(paper, "PARTS", {"part": lambda config: outcome(verdict, exact)})
     result = run(cli.app, ["report", "--out", str(tmp_path)])
     assert result.exit_code == code
     assert str(verdict) in result.output
@@ -76,10 +82,10 @@ def test_only_mathematics_that_fails_gives_exit_code_1(
 def test_a_part_without_good_data_does_not_withhold_the_rest(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    def without_data(setting: Setting) -> Outcome:
+    def without_data(config: ReportConfig) -> Outcome:
         raise error("mnist is not here")
 
-    monkeypatch.setattr(paper, "PARTS", {"a": without_data, "b": lambda setting: outcome(Verdict.NOISE, False)})
+    monkeypatch.setattr(paper, "PARTS", {"a": without_data, "b": lambda config: outcome(Verdict.NOISE, False)})
     result = run(cli.app, ["report", "--out", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert "a is not in the report: mnist is not here" in result.output
@@ -87,7 +93,7 @@ def test_a_part_without_good_data_does_not_withhold_the_rest(
 
 
 def test_a_part_that_is_wrong_is_not_taken_for_a_wrong_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def broken(setting: Setting) -> Outcome:
+    def broken(config: ReportConfig) -> Outcome:
         raise ValueError("a bug")
 
     monkeypatch.setattr(paper, "PARTS", {"a": broken})
@@ -118,6 +124,70 @@ def test_damaged_data_is_named_once(tmp_path: Path):
     assert result.output.count("is truncated or damaged") == result.output.count("with --download") == 1
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found in /proc")
+def test_a_killed_worker_ends_reproduce_in_one_line(tmp_path: Path):
+    blockmean_command = str(Path(sys.executable).parent / "blockmean")
+    command = [
+        blockmean_command,
+        "reproduce",
+        "fig5",
+        "--jobs",
+        "1",
+        "--epochs",
+        "1000",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    records = tmp_path / "out" / "records" / "digits-small"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not (list(records.glob("*.json")) or process.poll() is not None):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (worker,) = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(worker, signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.fullmatch(
+        r"The process of the run digits-small-Adagrad-\w+ was killed; .* "
+        rf"Finished runs are in {re.escape(str(records))}: run the same command again to resume, .*\.\n",
+        errors,
+    )
+    assert list(records.glob("*.json"))
+
+
+def test_the_report_names_records_that_cannot_be_used(tmp_path: Path):
+    study = studies("quick")[0]
+    folder = tmp_path / "records" / study.name
+    folder.mkdir(parents=True)
+    paths = [folder / f"{spec.key}.json" for spec in study.tuning_specs()[:2]]
+    for path in paths:
+        path.write_text('{"train_loss": NaN}')
+    result = run(cli.app, ["report", "fig5", "--out", str(tmp_path)], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    for path in paths:
+        assert f"fig5: {path} cannot be used (NaN is not JSON); it counts as missing." in result.output
+        assert path.name in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("command", ["reproduce", "report", "train", "inspect"])
+def test_help_is_complete_at_80_columns(command: str):
+    overview = run(cli.app, ["--help"], env={"COLUMNS": "80"}).output
+    own = run(cli.app, [command, "--help"], env={"COLUMNS": "80"}).output
+    for text in (overview, own):
+        assert max(map(len, text.splitlines())) <= 80
+        assert "…" not in text
+        assert "..." not in text.partition("\n")[2].replace("parts...", "")
+    assert command in overview
+
+
+def test_the_help_of_train_names_every_choice():
+    text = run(cli.app, ["train", "--help"], env={"COLUMNS": "80"}).output
+    for name in (*OPTIMIZERS, *MODELS, *data.DATASETS, *data.PREPARATIONS):
+        assert name in text
+
+
 @pytest.mark.parametrize("record", [None, "{}"])
 def test_report_measures_nothing(record: str | None, tmp_path: Path):
     path = tmp_path / "records" / "table4-quick.json"
@@ -131,7 +201,7 @@ def test_report_measures_nothing(record: str | None, tmp_path: Path):
 
 
 def test_paths_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(paper, "PARTS", {"part": lambda setting: outcome(Verdict.NOISE, False)})
+    monkeypatch.setattr(paper, "PARTS", {"part": lambda config: outcome(Verdict.NOISE, False)})
     out = tmp_path / "[bold]"
     result = run(cli.app, ["report", "--out", str(out)])
     assert f"report: {out / 'report.html'}" in result.output
@@ -159,17 +229,34 @@ def test_an_unknown_part_or_profile_lists_what_there_is(command: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [("reproduce", "--out"), ("reproduce", "--records"), ("report", "--out"), ("train", "--out")]
+    ("command", "option"),
+    [
+        ("reproduce", "--out"),
+        ("reproduce", "--records"),
+        ("report", "--out"),
+        ("train", "--out"),
+        ("inspect", "--out"),
+    ],
 )
 def test_a_folder_that_cannot_be_made_is_named_before_anything_runs(command: str, option: str, tmp_path: Path):
     (tmp_path / "file").touch()
-    parts = [] if command == "train" else ["fig2"]
+    parts = {"train": [], "inspect": ["small"]}.get(command, ["fig2"])
     folder = tmp_path / "file" / "folder"
     arguments = [command, *parts, "--out", str(tmp_path / "out"), option, str(folder)]
     result = run(cli.app, arguments, env={"COLUMNS": "300"})
     assert result.exit_code == 2
-    assert str(folder) in result.output
+    assert f"{folder} cannot be a folder: {tmp_path / 'file'} is a file." in result.output
     assert "%" not in result.output  # no bar was shown
+
+
+def test_a_folder_without_permission_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the superuser may write everywhere
+    folder = tmp_path / "a" / "b"
+    for command in (["train"], ["inspect", "small"], ["report"]):
+        result = run(cli.app, [*command, "--out", str(folder)], env={"COLUMNS": "300"})
+        assert result.exit_code == 2
+        assert f"{folder} cannot be written: there is no permission to write to {tmp_path}." in result.output
+    assert not folder.parent.exists()
 
 
 def test_the_full_study_without_data_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -228,14 +315,59 @@ def test_train_says_that_a_run_diverged(tmp_path: Path):
         (["--option", "variant=best"], "variant"),
         (["--option", "speed=3"], "speed"),
         (["--optimizer", "Lion"], "optimizer must be one of"),
+        (["--model", "huge"], "model must be one of"),
+        (["--inputs", "grey"], "inputs must be one of"),
+        (["--lr", "inf"], "lr must be a finite number. Got inf instead."),
+        (["--lr", "nan"], "lr must be a finite number. Got nan instead."),
+        (["--lr", "-1"], "Got -1.0 instead."),
+        (["--option", "eps=1e999"], "The option 'eps' must be made of finite numbers"),
+        (["--option", "betas={1, 2}"], "The option 'betas' must be made of finite numbers"),
+        (["--option", "eps={[]: 1}"], "eps"),
         (["--dataset", "imagenet"], "dataset must be one of"),
         (["--batch", "5000"], "A batch of 5000 cannot be drawn from 4000 images"),
     ],
 )
 def test_train_names_what_is_wrong(arguments: list[str], message: str, tmp_path: Path):
-    result = run(cli.app, ["train", *arguments, "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    out = tmp_path / "out"
+    result = run(cli.app, ["train", *arguments, "--out", str(out)], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert message in result.output
+    assert "loss" not in result.output and "0/" not in result.output  # no bar was shown
+    assert not out.exists()
+
+
+def test_train_looks_for_the_data_before_it_draws_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("BLOCKMEAN_DATA", raising=False)
+    monkeypatch.setenv("BLOCKMEAN_CACHE", str(tmp_path))
+    out = tmp_path / "out"
+    result = run(cli.app, ["train", "--dataset", "mnist", "--out", str(out)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "mnist is not here" in result.output
+    assert "0/" not in result.output
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given", "rate"),
+    [("AdaGradBMA", [], 0.1), ("AdamBMA", [], 0.01), ("AdamW", [], 0.01), ("AdamBMA", ["--lr", "0.003"], 0.003)],
+)
+def test_train_takes_a_learning_rate_that_suits_the_optimizer(
+    optimizer: str, given: list[str], rate: float, tmp_path: Path
+):
+    command = ["train", "--optimizer", optimizer, *given, "--epochs", "1", "--batch", "1000", "--out", str(tmp_path)]
+    result = run(cli.app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    (record,) = tmp_path.glob("*.json")
+    assert json.loads(record.read_text())["spec"]["lr"] == rate
+    assert f"{optimizer} (lr {rate:g})" in result.output
+
+
+def test_train_shows_a_run_that_diverges_at_once(tmp_path: Path):
+    command = ["train", "--model", "mlp", "--optimizer", "SGD", "--lr", "1e38", "--batch", "4000", "--epochs", "1"]
+    result = run(cli.app, [*command, "--out", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "Diverged at step 1" in result.output
+    assert "no test error after 1 steps" in result.output
 
 
 def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:

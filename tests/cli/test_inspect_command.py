@@ -25,6 +25,7 @@ import matplotlib.pyplot as plt
 OWN = """
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 built = []
 
@@ -44,6 +45,46 @@ def text():
 
 def one_tensor():
     return torch.zeros(3)
+
+def batches():
+    while True:  # endless, as some loaders are
+        yield data()
+
+pair = data()
+loader = DataLoader(TensorDataset(*pair), batch_size=16, shuffle=True)
+model = nn.Linear(4, 2)
+
+def of_width(width):
+    return nn.Linear(4, width)
+
+def of_nothing(*unused, width=2):
+    return nn.Linear(4, width)
+
+class Keyed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return {"logits": self.linear(x), "hidden": x}
+
+def keyed_loss(outputs, targets):
+    return half_mse(outputs["logits"], targets)
+
+def one_argument(outputs):
+    return outputs.mean()
+
+def per_sample(outputs, targets):
+    return (outputs - targets).square().sum(1)
+
+def dict_batches():
+    return [{"x": torch.zeros(3, 4)}]
+
+def ragged():
+    return [(torch.zeros(3, 4), torch.zeros(3)), (torch.zeros(3, 5), torch.zeros(3))]
+
+def no_batches():
+    return []
 
 def uneven():
     return torch.zeros(3, 4), torch.zeros(2)
@@ -70,6 +111,12 @@ def run(*arguments: str):
     return CliRunner().invoke(cli.app, ["inspect", *arguments], env={"COLUMNS": "200"})
 
 
+def saved(folder: Path, suffix: str = "json") -> Path:
+    """The one file of this kind in a folder."""
+    (path,) = folder.glob(f"coupling-*.{suffix}")
+    return path
+
+
 def words(text: str) -> str:
     """One line, however it was wrapped."""
     return " ".join(text.split())
@@ -87,8 +134,9 @@ def test_the_matrix_is_that_of_the_library_on_the_drawn_samples():
     torch.testing.assert_close(found.matrix.lam, expected.matrix.lam, rtol=0, atol=0)
 
 
-def test_rows_say_what_the_matrix_is():
-    found = inspect(Request("small", samples=50, partition="unit", norm_probes=0))
+@pytest.mark.parametrize("partition", ["tensor", "unit"])
+def test_rows_say_what_the_matrix_is(partition: str):
+    found = inspect(Request("small", samples=50, partition=partition, norm_probes=0))
     dense = found.matrix.to_dense().double()
     labels = found.matrix.partition.labels
     block_sums = torch.stack([dense[labels == i].sum(0) for i in range(len(found.rows))])
@@ -105,7 +153,8 @@ def test_rows_say_what_the_matrix_is():
             assert j != i
             assert row.correlation == pytest.approx(float(A[i, j] / scale[i] / scale[j]), rel=1e-3, abs=1e-6)
     assert sum(row.share for row in found.rows) == pytest.approx(1.0)
-    assert [row.block for row in found.rows if row.partner is None] == ["13.bias"]  # softmax: it sums to zero
+    if partition == "tensor":  # softmax: the gradients of all outputs sum to zero
+        assert [row.block for row in found.rows if row.partner is None] == ["13.weight", "13.bias"]
 
 
 def test_a_single_entry_has_no_lambda_and_a_single_block_no_partner(own):
@@ -129,7 +178,7 @@ def test_table_report_and_files(tmp_path: Path):
     out = tmp_path / "new"
     result = run("small", "--matrix", "ggn", "--samples", "30", "--norm-probes", "2", "--out", str(out))
     assert result.exit_code == 0, result.output
-    record = json.loads((out / "coupling.json").read_text(), parse_constant=pytest.fail)
+    record = json.loads(saved(out).read_text(), parse_constant=pytest.fail)
     assert record["request"]["matrix"] == "ggn"
     assert record["report"]["samples"] == 30
     assert "N = 30" in record["report"]["equation"]
@@ -141,19 +190,21 @@ def test_table_report_and_files(tmp_path: Path):
         assert f"{row['A']:.3g}" in result.output
     assert record["report"]["equation"] in result.output
     assert "over 30 samples: 322 parameters in 10 blocks" in result.output
-    assert (out / "coupling.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    picture = ET.parse(out / "coupling.svg").getroot()
+    assert saved(out, "png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    picture = ET.parse(saved(out, "svg")).getroot()
     assert picture.tag.endswith("svg")
-    assert all(str(out / f"coupling.{suffix}") in result.output for suffix in ("png", "svg", "json"))
+    assert saved(out).name.startswith("coupling-small-ggn-tensor-")
+    assert all(f"{saved(out, suffix)}\n" in result.output for suffix in ("png", "svg", "json"))
     assert not plt.get_fignums()
 
 
 def test_long_tables_say_what_they_leave_out(tmp_path: Path):
     result = run("small", "--partition", "unit", "--samples", "30", "--rows", "5", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    record = json.loads((tmp_path / "coupling.json").read_text())
+    record = json.loads(saved(tmp_path).read_text())
     shares = sorted((row["share"] for row in record["blocks"]), reverse=True)
-    assert f"22 further blocks, with {sum(shares[5:]):.1%} of the trace, are in coupling.json." in result.output
+    rest = f"{len(shares) - 5} further blocks, with {sum(shares[5:]):.1%} of the trace"
+    assert f"{rest}, are in {saved(tmp_path).name}." in result.output
     shown = [row["block"] for row in record["blocks"] if f"{row['A']:.3g} " in result.output]
     assert len(shown) == 5
     assert min(row["share"] for row in record["blocks"] if row["block"] in shown) == shares[4]
@@ -164,9 +215,9 @@ def test_equal_seeds_give_equal_pictures_and_numbers(tmp_path: Path):
         options = ("--samples", "20", "--train-steps", "2", "--partition", "module", "--out", str(tmp_path / name))
         assert run("small", *options).exit_code == 0
     for suffix in ("png", "svg"):
-        a, b = ((tmp_path / name / f"coupling.{suffix}").read_bytes() for name in "ab")
+        a, b = (saved(tmp_path / name, suffix).read_bytes() for name in "ab")
         assert a == b
-    a, b = (json.loads((tmp_path / name / "coupling.json").read_text())["A"] for name in "ab")
+    a, b = (json.loads(saved(tmp_path / name).read_text())["A"] for name in "ab")
     assert a == b
     assert inspect(Request("small", samples=20, train_steps=2, partition="module", seed=1)).matrix.A.tolist() != a
 
@@ -206,15 +257,43 @@ def test_an_own_model_on_a_data_set_that_is_there(own, tmp_path: Path, monkeypat
     [
         (["tiny"], "model must be small or large or mlp or cnn or 'module:function'. Got 'tiny' instead."),
         (["no_such_module:build"], "cannot be imported: No module named 'no_such_module'"),
-        (["{own}:nothing"], "there is no function nothing in"),
-        (["{own}:number"], "there is no function number in"),
+        (["{own}.py:build"], "Leave out the .py: {own}:build."),
+        (["{own}:nothing"], "there is no nothing in"),
+        (
+            ["{own}:number"],
+            "must be a torch.nn.Module, or a function without arguments that returns one. Got 3 instead.",
+        ),
+        (["{own}:of_width"], "or a function without arguments that returns one. Got of_width(width) instead."),
+        (
+            ["{own}:Keyed", "--data", "{own}:data"],
+            "must return a tensor. Got dict with the keys logits, hidden instead",
+        ),
+        (
+            ["{own}:Keyed", "--data", "{own}:data", "--loss", "{own}:keyed_loss", "--matrix", "ggn"],
+            "must return a tensor. Got dict with the keys logits, hidden instead: wrap it in a module",
+        ),
+        (["small", "--loss", "{own}:one_argument"], "a function of two arguments, (outputs, targets), that returns"),
+        (["small", "--loss", "{own}:number"], "that returns the mean loss. Got 3 instead."),
+        (
+            ["{own}:model", "--data", "{own}:pair", "--loss", "{own}:per_sample"],
+            "must return the mean loss as a scalar tensor. Got a tensor of shape [2].",
+        ),
+        (["{own}:model", "--data", "{own}:number"], "as a DataLoader has, or a function without arguments"),
+        (["{own}:model", "--data", "{own}:dict_batches"], "Got {{'x': tensor([[0., 0., 0., 0.]"),
+        (["{own}:model", "--data", "{own}:ragged"], "cannot be joined: Sizes of tensors must match"),
+        (["{own}:model", "--data", "{own}:no_batches"], "Got no batch at all."),
+        (["{own}:model", "--data", "{own}:of_width"], "Got of_width(width) instead."),
         (["{own}:text"], "must return a torch.nn.Module. Got str instead."),
-        (["{own}:build", "--data", "{own}:one_tensor"], "must return two tensors, (inputs, targets). Got tensor("),
+        (["{own}:build", "--data", "{own}:one_tensor"], "returns either. Got tensor([0., 0., 0.]) instead."),
         (["{own}:build", "--data", "{own}:uneven"], "Got 3 inputs and 2 targets."),
         (["{own}:build", "--data", "digits"], "data must be 'module:function'. Got 'digits' instead."),
         (["{own}:build"], "do not fit together: mat1 and mat2 shapes cannot be multiplied"),
         (["small", "--data", "{own}:data"], "takes images (n, channels, height, width). Got inputs [60, 4]."),
         (["small", "--loss", "mse"], "do not fit together: Using a target size"),
+        (
+            ["{own}:Keyed", "--data", "{own}:data", "--loss", "{own}:half_mse"],
+            "do not fit together: unsupported operand",
+        ),
         (["small", "--loss", "hinge"], "loss must be cross_entropy or mse or 'module:function'. Got 'hinge'"),
         (["small", "--matrix", "kfac"], "matrix must be one of empirical_fisher, fisher, ggn, hessian. Got 'kfac'"),
         (["small", "--partition", "rows"], "'by' parameter of Partition.of must be"),
@@ -232,8 +311,62 @@ def test_an_own_model_on_a_data_set_that_is_there(own, tmp_path: Path, monkeypat
 def test_what_cannot_be_done_is_said_in_one_sentence(own, tmp_path: Path, arguments, message):
     result = run(*(argument.format(own=own) for argument in arguments), "--out", str(tmp_path / "out"))
     assert result.exit_code == 2, result.output
-    assert message in words(result.output)
+    assert message.format(own=own) in words(result.output)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_computed(own, tmp_path: Path):
+    arguments = (f"{own}:broken", "--out", str(tmp_path / f"{own}.py" / "out"))
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "is a file. Choose another one." in words(result.output)
+
+
+@pytest.mark.parametrize("data", ["pair", "loader", "batches"])
+def test_own_data_may_be_tensors_a_loader_or_batches_without_end(own, data: str):
+    found = inspect(Request(f"{own}:model", data=f"{own}:{data}", loss="mse", samples=60, train_steps=1))
+    assert found.report.samples == 60
+
+
+def test_a_loader_gives_the_matrix_of_its_samples(own):
+    requests = [Request(f"{own}:model", data=f"{own}:{data}", loss="mse") for data in ("pair", "loader")]
+    pair, loader = (inspect(request).matrix for request in requests)
+    assert loader.report.samples == 60
+    torch.testing.assert_close(loader.A, pair.A)
+    torch.testing.assert_close(loader.lam, pair.lam)
+
+
+def test_an_own_loss_may_take_any_output_where_the_matrix_allows_it(own, tmp_path: Path):
+    arguments = (f"{own}:Keyed", "--data", f"{own}:data", "--loss", f"{own}:keyed_loss", "--out", str(tmp_path))
+    assert run(*arguments).exit_code == 0
+
+
+def test_arguments_with_defaults_need_not_be_given(own, tmp_path: Path):
+    assert run(f"{own}:of_nothing", "--data", f"{own}:data", "--loss", "mse", "--out", str(tmp_path)).exit_code == 0
+
+
+@pytest.mark.parametrize("matrix", ["empirical_fisher", "hessian"])
+def test_one_probe_leaves_no_nan_in_the_file(own, matrix: str, tmp_path: Path):
+    request = (f"{own}:model", "--data", f"{own}:data", "--loss", "mse", "--matrix", matrix, "--norm-probes", "1")
+    assert run(*request, "--out", str(tmp_path)).exit_code == 0
+    record = json.loads(saved(tmp_path).read_text(), parse_constant=pytest.fail)
+    assert record["report"]["explained"] is not None
+    assert record["report"]["explained_error"] is None
+
+
+def test_only_the_same_request_replaces_files_and_it_says_so(own, tmp_path: Path):
+    request = (f"{own}:model", "--data", f"{own}:data", "--loss", "mse", "--out", str(tmp_path))
+    first = run(*request)
+    kept = {path: path.read_bytes() for path in tmp_path.glob("coupling-*")}
+    assert len(kept) == 3
+    assert "replaced" not in first.output
+    for other in (["--matrix", "ggn"], ["--partition", "unit"], ["--seed", "1"], ["--samples", "9"]):
+        assert "replaced" not in run(*request, *other).output
+    assert len(list(tmp_path.glob("coupling-*"))) == 15
+    assert {path: path.read_bytes() for path in kept} == kept
+    again = run(*request)
+    assert all(f"{path} (replaced)\n" in again.output for path in kept)
+    assert len(list(tmp_path.glob("coupling-*"))) == 15
 
 
 def test_errors_in_the_users_own_code_keep_their_traceback(own, tmp_path: Path):
@@ -246,5 +379,6 @@ def test_as_a_user_calls_it_with_a_module_of_the_current_folder(own, tmp_path: P
     command = [str(Path(sys.executable).parent / "blockmean"), "inspect", f"{own}:build", "--data", f"{own}:data"]
     result = subprocess.run([*command, "--loss", "mse", "--out", "seen"], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "seen/coupling.png" in result.stdout
-    assert (tmp_path / "seen" / "coupling.png").stat().st_size > 1000
+    picture = saved(tmp_path / "seen", "png")
+    assert f"seen/{picture.name}" in result.stdout
+    assert picture.stat().st_size > 1000

@@ -137,7 +137,7 @@ def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
 
 
 def test_data_that_is_not_there_says_where_it_was_looked_for_and_the_three_ways_to_get_it(tmp_path):
-    ways = r"--dataset digits, .* cifar-10-binary.tar.gz with --data-dir or BLOCKMEAN_DATA, or fetch it with --download"
+    ways = r"Fetch it with --download .* cifar-10-binary.tar.gz with --data-dir or BLOCKMEAN_DATA, .* --dataset digits"
     with pytest.raises(FileNotFoundError, match=rf"neither --data-dir nor BLOCKMEAN_DATA .* {tmp_path}/cache.*{ways}"):
         data.load("cifar10")
     with pytest.raises(

@@ -7,9 +7,10 @@ from matplotlib.figure import Figure
 from test_study import record_of
 
 from blockmean.lab.paper.fig5 import curves, fig5, find
-from blockmean.lab.paper.outcome import Setting, Verdict
+from blockmean.lab.paper.outcome import ReportConfig, Verdict
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.records import write
+from blockmean.lab.report import write_report
 
 
 def publish(folder: Path, study, losses: dict[str, list[float]]) -> None:
@@ -28,7 +29,7 @@ def record(spec, loss, **changed):
 def verdicts(tmp_path: Path, losses: dict[str, list[float]]) -> list[str]:
     study = studies("quick")[0]
     publish(tmp_path / "records", study, losses)
-    return [claim.verdict for claim in fig5(Setting(tmp_path, tmp_path / "records")).claims]
+    return [claim.verdict for claim in fig5(ReportConfig(tmp_path, tmp_path / "records")).claims]
 
 
 def test_a_clear_gain_holds_and_full_is_reached(tmp_path):
@@ -49,14 +50,14 @@ def test_what_seeds_cannot_tell_apart_is_noise(tmp_path):
 def test_one_seed_gives_no_verdict(tmp_path):
     study = studies("quick", seeds=1)[0]
     publish(tmp_path, study, {"diag": [1.0], "BMA": [0.5], "full": [0.5]})
-    claims = fig5(Setting(tmp_path, tmp_path, seeds=1)).claims
+    claims = fig5(ReportConfig(tmp_path, tmp_path, seeds=1)).claims
     assert {claim.verdict for claim in claims} == {Verdict.UNKNOWN}
     assert {claim.measured for claim in claims} == {"one seed says nothing of noise"}
 
 
 def test_a_verdict_waits_for_all_runs(tmp_path):
     publish(tmp_path, studies("quick")[0], {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.91], "full": [0.7, 0.8, 0.9]})
-    outcome = fig5(Setting(tmp_path, tmp_path))
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert {claim.verdict for claim in outcome.claims} == {Verdict.UNKNOWN}
     assert {claim.measured for claim in outcome.claims} == {"BMA has 2 of 3 runs"}
     assert [row[2] for row in outcome.tables[0].rows] == ["3", "2 of 3", "3"]
@@ -82,7 +83,7 @@ def test_similar_to_full_is_past_the_middle_between_diag_and_full(tmp_path, case
 
 def test_a_seed_that_does_no_better_than_guessing_is_named(tmp_path):
     publish(tmp_path, studies("quick")[0], {"diag": [0.5, 0.6, 0.7], "BMA": [0.4, 2.3026, 0.5]})
-    outcome = fig5(Setting(tmp_path, tmp_path))
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert outcome.claims[0].verdict is Verdict.NOISE
     assert outcome.claims[0].measured.endswith("smaller with 2 of 3 seeds; BMA: 1 stuck; without: −6 ± 25")
     assert outcome.tables[0].rows[1][2] == "3, 1 stuck"
@@ -95,7 +96,7 @@ def test_a_seed_that_does_no_better_than_guessing_is_named(tmp_path):
 )
 def test_few_seeds_that_move_are_told_as_few(tmp_path, losses, left):
     publish(tmp_path, studies("quick")[0], {"diag": [0.5, 0.6, 0.7], "BMA": losses})
-    assert fig5(Setting(tmp_path, tmp_path)).claims[0].measured.endswith(left)
+    assert fig5(ReportConfig(tmp_path, tmp_path)).claims[0].measured.endswith(left)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_few_seeds_that_move_are_told_as_few(tmp_path, losses, left):
 def test_runs_that_are_stuck_are_not_drawn_unless_all_are(tmp_path, losses, drawn):
     publish(tmp_path, studies("quick")[0], {"BMA": losses})
     ax = Figure().subplots()
-    curves(ax, find(Setting(tmp_path, tmp_path))[0].results, "train_loss")
+    curves(ax, find(ReportConfig(tmp_path, tmp_path))[0].results, "train_loss")
     assert [line.get_ydata()[-1] for line in ax.lines] == pytest.approx(drawn)  # the mean first
 
 
@@ -114,13 +115,13 @@ def test_published_records_stand_in_for_what_the_profile_does_not_run_and_say_so
     arms = {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.91, 1.0], "Adam": [0.9, 0.9, 0.9], "AdamBMA": [0.8, 0.9, 0.9]}
     publish(own, studies("quick")[0], arms)
     publish(published, studies("paper")[1], arms)  # three of five seeds
-    setting = Setting(tmp_path / "out", own, published=published)
-    names = [(one.study.name, one.published) for one in find(setting)]
+    config = ReportConfig(tmp_path / "out", own, published=published)
+    names = [(one.study.name, one.published) for one in find(config)]
     assert names == [
         ("digits-small", False),
         ("cifar10-small", True),
     ]
-    outcome = fig5(setting)
+    outcome = fig5(config)
     assert [picture.path.name for picture in outcome.pictures] == ["fig5", "fig5-own"]
     assert all(picture.svg.stat().st_size > 1000 and picture.png.exists() for picture in outcome.pictures)
     text = outcome.pictures[0].svg.read_text()
@@ -139,7 +140,7 @@ def test_published_records_stand_in_for_what_the_profile_does_not_run_and_say_so
 def test_tables_show_what_was_chosen_and_reached(tmp_path):
     study = studies("quick")[0]
     publish(tmp_path, study, {"diag": [1.0, 1.1, 1.5], "BMA": [0.8, 0.9, 1.0]})
-    best, rates = fig5(Setting(tmp_path, tmp_path)).tables
+    best, rates = fig5(ReportConfig(tmp_path, tmp_path)).tables
     assert [row[:4] for row in best.rows] == [["diag", "0.1", "3", "48.0"], ["BMA", "0.1", "3", "36.0"]]
     assert best.rows[0][4] == "–"
     assert best.rows[1][4] == "−12 ± 17"  # 40 batches × (−0.2, −0.2, −0.5), t = 4.303
@@ -148,7 +149,7 @@ def test_tables_show_what_was_chosen_and_reached(tmp_path):
 
 
 def test_without_records_it_says_so(tmp_path):
-    outcome = fig5(Setting(tmp_path, tmp_path))
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert (outcome.pictures, outcome.tables) == ([], [])
     assert outcome.claims[0].measured == "diag has 0 of 3 runs, BMA has 0 of 3 runs"
     assert {claim.verdict for claim in outcome.claims} == {Verdict.UNKNOWN}
@@ -157,8 +158,8 @@ def test_without_records_it_says_so(tmp_path):
 
 def test_published_records_do_not_pass_for_those_of_this_profile(tmp_path):
     publish(tmp_path / "results", studies("paper")[0], {"diag": [1.0] * 5, "BMA": [0.9] * 5})
-    setting = Setting(tmp_path, tmp_path / "records", profile="paper", epochs=3, published=tmp_path / "results")
-    assert not any(one.results for one in find(setting))
+    config = ReportConfig(tmp_path, tmp_path / "records", profile="paper", epochs=3, published=tmp_path / "results")
+    assert not any(one.results for one in find(config))
 
 
 def test_it_is_said_which_code_made_the_records(tmp_path):
@@ -167,8 +168,8 @@ def test_it_is_said_which_code_made_the_records(tmp_path):
     made = {"code": "abc123", "torch": "2.13.0", "cpu": "a processor"}
     for spec in study.specs("diag", [0.1], study.final):
         write(tmp_path / study.name, spec, record(spec, 1.0, environment=made))
-    told = fig5(Setting(tmp_path, tmp_path)).notes[-1]
-    assert told.endswith(": 5 runs by code ?, torch ?, ?; 3 runs by code abc123, torch 2.13.0, a processor.")
+    note = fig5(ReportConfig(tmp_path, tmp_path)).notes[-1]
+    assert note.endswith(": 5 runs by code ?, torch ?, ?; 3 runs by code abc123, torch 2.13.0, a processor.")
 
 
 @pytest.mark.parametrize(("name", "verdict"), [("diag", Verdict.HOLDS), ("BMA", Verdict.FAILS)])
@@ -178,7 +179,75 @@ def test_a_run_that_diverges_is_infinitely_bad(tmp_path, name, verdict):
     spec = study.specs(name, [0.1], study.final)[0]
     whole = record(spec, 1.0)
     write(tmp_path / study.name, spec, {**whole, "diverged_at": 3, "epochs": whole["epochs"][:1]})
-    outcome = fig5(Setting(tmp_path, tmp_path))
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert [claim.verdict for claim in outcome.claims[:2]] == [verdict, verdict]
     assert "no mean, runs diverged" in outcome.claims[0].measured
     assert f"{name}: 1 diverged" in outcome.claims[0].measured
+
+
+def spoil(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"train_loss": 1.0', '"train_loss": NaN'),
+        ('"train_loss": 1.0', '"train_loss": null'),
+        ('"train_loss": 1.0', '"train_loss": 1e308'),
+        ('"environment": {}', '"environment": "x"'),
+        ('"environment": {}', '"environment": null'),
+        ('"test_error": 0.1', '"test_error": []'),
+    ],
+)
+def test_an_arm_with_a_corrupt_tuning_run_stays_in_the_table_and_the_file_is_named(tmp_path, capsys, old, new):
+    study = studies("quick")[0]
+    publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2], "BMA weighted": [0.8, 0.9, 1.0]})
+    spec = study.specs("BMA weighted", [0.1], study.tuning)[0]
+    path = tmp_path / study.name / f"{spec.key}.json"
+    spoil(path, old, new)
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
+    assert outcome.tables[0].rows[1] == ["BMA weighted", "none yet", "4 of 5 tuning runs", "–", "–", "–", "–"]
+    (problem,) = outcome.unusable
+    assert problem.startswith(f"{path} cannot be used (")
+    page = write_report({"fig5": outcome}, ReportConfig(tmp_path, tmp_path), tmp_path / "report.html").read_text()
+    assert "Records that cannot be used, and count as missing:" in page
+    assert path.name in page
+
+
+def test_a_corrupt_final_run_counts_as_missing(tmp_path):
+    study = studies("quick")[0]
+    publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.9, 1.0]})
+    spec = study.specs("BMA", [0.1], study.final)[1]
+    spoil(tmp_path / study.name / f"{spec.key}.json", '"train_loss": 0.9', '"train_loss": NaN')
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
+    assert [row[2] for row in outcome.tables[0].rows] == ["3", "2 of 3"]
+    assert outcome.claims[0].measured == "BMA has 2 of 3 runs"
+    assert len(outcome.unusable) == 1
+
+
+def test_a_study_whose_records_are_all_corrupt_is_not_taken_for_one_without_records(tmp_path):
+    study = studies("quick")[0]
+    publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2]})
+    for path in (tmp_path / study.name).iterdir():
+        path.write_text("{")
+    outcome = fig5(ReportConfig(tmp_path, tmp_path))
+    assert [table.rows for table in outcome.tables] == [[["diag", "none yet", "0 of 5 tuning runs", *["–"] * 4]]]
+    assert len(outcome.unusable) == 5
+    assert not outcome.pictures
+    assert not any("no records here of digits-small" in note for note in outcome.notes)
+
+
+def test_an_arm_that_diverges_with_every_rate_stays_in_the_table(tmp_path):
+    study = studies("quick")[0]
+    publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2]})
+    for spec in study.specs("Adam", study.rates, study.tuning):
+        write(tmp_path / study.name, spec, record(spec, 1.0, diverged_at=3, epochs=[], train_loss=None))
+    for spec in study.specs("AdamBMA", study.rates, study.tuning):
+        write(tmp_path / study.name, spec, record(spec, 1.0))
+    best, rates = fig5(ReportConfig(tmp_path, tmp_path)).tables
+    assert best.rows[1] == ["Adam", "none", "diverged with every rate", "–", "–", "–", "–"]
+    assert best.rows[2] == ["AdamBMA", "1", "0 of 3", "–", "–", "–", "–"]
+    assert rates.rows[1] == ["Adam", *["diverged"] * 5]

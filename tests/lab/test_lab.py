@@ -1,6 +1,9 @@
 """The lab: training once, and records that are made only once."""
 
 import json
+import math
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,13 +15,14 @@ import pytest
 import torch
 
 import blockmean
-from blockmean.lab import environment, records
+from blockmean.lab import environment, records, train
 from blockmean.lab.data import Images, load
 from blockmean.lab.models import MODELS
-from blockmean.lab.train import Spec, _batches, run, steps_per_epoch
+from blockmean.lab.spec import RunSpec
+from blockmean.lab.train import _batches, run, steps_per_epoch
 
 REAL_DATA = Path(__file__).parents[3] / "shared" / "data"
-SPEC = Spec(dataset="digits", model="small", optimizer="AdaGradBMA", lr=0.1, seed=0, steps=5, batch=50)
+SPEC = RunSpec(dataset="digits", model="small", optimizer="AdaGradBMA", lr=0.1, seed=0, steps=5, batch=50)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +146,45 @@ def test_specs_that_cannot_run_say_why():
         run(replace(SPEC, model="huge"))
     with pytest.raises(ValueError, match=r"optimizer must be one of Adagrad, .* Got 'Lion'"):
         run(replace(SPEC, optimizer="Lion"))
+    with pytest.raises(ValueError, match=r"inputs must be one of raw, .* Got 'grey'"):
+        run(replace(SPEC, inputs="grey"))
+    with pytest.raises(ValueError, match=r"steps must be at least 1. Got 0 instead."):
+        run(replace(SPEC, steps=0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": math.inf}, "lr must be a finite number. Got inf instead."),
+        ({"lr": math.nan}, "lr must be a finite number. Got nan instead."),
+        ({"options": {"eps": math.inf}}, "The option 'eps' must be made of finite numbers, .* Got inf instead."),
+        ({"options": {"betas": {1, 2}}}, r"The option 'betas' must .* Got \{1, 2\} instead."),
+        ({"options": {"variant": b"x"}}, "The option 'variant' must .* Got b'x' instead."),
+        ({"options": {"speed": 3}}, r"AdaGradBMA cannot be made with \{'speed': 3\}: "),
+        ({"optimizer": "Adam", "options": {"foreach": True, "fused": True}}, "Adam cannot be made with .*fused"),
+        ({"batch": 0}, "A batch of 0 cannot be drawn from 4000 images."),
+    ],
+)
+def test_a_check_finds_what_would_fail_later_without_any_data(changes, message, monkeypatch):
+    monkeypatch.setattr(train, "load", lambda *_: pytest.fail("data was read"))
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=message):
+        train.check(replace(SPEC, **changes))
+    train.check(SPEC)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+def test_every_optimizer_learns_with_its_own_learning_rate(optimizer):
+    spec = replace(SPEC, optimizer=optimizer, lr=train.default_rate(optimizer), model="small", batch=100, steps=80)
+    losses = losses_of(spec)
+    assert sum(losses[-10:]) < 0.95 * sum(losses[:10]) or optimizer == "SGD"  # which is slow on this model
+    train.check(spec)
+
+
+def test_a_learning_rate_of_an_unknown_optimizer_is_refused():
+    with pytest.raises(ValueError, match=r"optimizer must be one of .* Got 'Lion'"):
+        train.default_rate("Lion")
 
 
 @pytest.mark.parametrize(
@@ -149,9 +192,19 @@ def test_specs_that_cannot_run_say_why():
     [
         (lambda r: {**r, "epochs": r["epochs"][:-1]}, "epochs are missing"),
         (lambda r: {**r, "epochs": []}, "epochs are missing"),
-        (lambda r: {**r, "epochs": [{**row, "test_error": None} for row in r["epochs"]]}, "must be real number"),
-        (lambda r: {**r, "epochs": [{"test_error": 0.1}] * 2}, "'train_loss'"),
-        (lambda r: {**r, "test_error": "0.1"}, "must be real number"),
+        (
+            lambda r: {**r, "epochs": [{**row, "test_error": None} for row in r["epochs"]]},
+            "test_error must be a number from 0 to 1. Got None instead.",
+        ),
+        (lambda r: {**r, "epochs": [{"test_error": 0.1}] * 2}, "'train_loss' is missing"),
+        (lambda r: {**r, "epochs": {"0": 1, "1": 2}}, "cannot be used"),
+        (lambda r: {**r, "test_error": "0.1"}, "test_error must be a number from 0 to 1. Got '0.1' instead."),
+        (lambda r: {**r, "test_error": True}, "Got True instead."),
+        (lambda r: {**r, "train_loss": 1e308}, "train_loss must be a number from 0 to 3.5e+38. Got 1e+308 instead."),
+        (lambda r: {**r, "train_loss": 10**400}, "train_loss must be a number"),
+        (lambda r: {**r, "environment": "x"}, "environment must be an object. Got 'x' instead."),
+        (lambda r: {**r, "diverged_at": "x"}, "diverged_at must be a number from 0 to 3. Got 'x' instead."),
+        (lambda r: {**r, "diverged_at": 1, "epochs": [3]}, "cannot be used"),
         (lambda r: {key: value for key, value in r.items() if key != "step_seconds"}, "it is no such record"),
     ],
 )
@@ -164,6 +217,44 @@ def test_records_that_lack_something_are_not_used(tmp_path, capsys, change, comp
     records.write(tmp_path, spec, change(record))
     assert records.read(tmp_path, spec) is None
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [('"train_loss": NaN', "NaN is not JSON"), ('"train_loss": 1e999', "train_loss must be a number from 0 to")],
+)
+def test_a_loss_that_is_no_number_makes_a_record_unusable(tmp_path, capsys, text, complaint):
+    spec = replace(SPEC, batch=2000, steps=2)
+    records.write(tmp_path, spec, run(spec))
+    path = tmp_path / f"{spec.key}.json"
+    path.write_text(re.sub(r'"train_loss": [\d.]+', text, path.read_text(), count=1))
+    assert records.read(tmp_path, spec) is None
+    assert f"{path} cannot be used ({complaint}" in capsys.readouterr().err
+    with pytest.raises(records.UnusableRecord, match="cannot be used"):
+        records.read_strictly(tmp_path, spec)
+
+
+def test_a_record_that_is_a_folder_or_a_maze_is_unusable(tmp_path):
+    path = tmp_path / f"{SPEC.key}.json"
+    path.mkdir()
+    with pytest.raises(records.UnusableRecord, match="Is a directory"):
+        records.read_strictly(tmp_path, SPEC)
+    path.rmdir()
+    path.write_text("[" * 200_000)
+    with pytest.raises(records.UnusableRecord, match="recursion"):
+        records.read_strictly(tmp_path, SPEC)
+
+
+def test_records_are_strict_json(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        records.store(tmp_path / "record.json", {"loss": float("nan")})
+    assert not (tmp_path / "record.json").exists()
+
+
+def test_a_run_that_breaks_at_its_last_step_has_diverged():
+    record = run(replace(SPEC, model="mlp", optimizer="SGD", lr=1e30, steps=1))
+    assert record["diverged_at"] == 0
+    assert record["train_loss"] is None
 
 
 def test_records_say_where_and_with_which_code_they_were_made():
@@ -202,10 +293,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from blockmean.lab.records import run_all
-from blockmean.lab.train import Spec
+from blockmean.lab.spec import RunSpec
 
 if __name__ == "__main__":
-    spec = Spec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50)
+    spec = RunSpec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50)
     for record in run_all([spec, replace(spec, steps=1_000_000)], Path(sys.argv[1])):
         print("finished", record["spec"]["steps"], flush=True)
 """
@@ -227,7 +318,7 @@ def test_an_interruption_loses_only_the_run_in_progress(tmp_path):
     assert process.returncode != 0
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert len(list((tmp_path / "records").iterdir())) == 1
-    assert records.read(tmp_path / "records", Spec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50))
+    assert records.read(tmp_path / "records", RunSpec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50))
 
 
 def test_workers_do_not_outlive_the_process_that_started_them(tmp_path):
@@ -240,3 +331,62 @@ def test_workers_do_not_outlive_the_process_that_started_them(tmp_path):
         process.wait(timeout=20)
         # The pipe closes only when the last process that can write to it is gone.
         assert process.stdout.read() == ""
+
+
+KILLED = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from blockmean.lab.records import WorkerKilled, run_all
+from blockmean.lab.spec import RunSpec
+
+if __name__ == "__main__":
+    endless = RunSpec("digits", "small", "Adagrad", 0.1, seed=0, steps=1_000_000, batch=50)
+    short = [replace(endless, steps=3, seed=seed) for seed in range(3)]
+    try:
+        for record in run_all([short[0], endless, *short[1:]], Path(sys.argv[1]), jobs=2):
+            print("finished", record["spec"]["seed"], flush=True)
+    except WorkerKilled as error:
+        print(error)
+"""
+
+
+def children_of(pid: int) -> list[int]:
+    """The worker processes of a process, without multiprocessing's tracker."""
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(p) for p in pids if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found in /proc")
+def test_a_killed_worker_is_reported_with_the_run_it_was_making(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    command = [sys.executable, str(script), str(tmp_path / "records")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert [process.stdout.readline() for _ in range(3)] == [f"finished {seed}\n" for seed in range(3)]
+        os.kill(busiest(children_of(process.pid)), signal.SIGKILL)
+        try:
+            output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    endless = RunSpec("digits", "small", "Adagrad", 0.1, seed=0, steps=1_000_000, batch=50)
+    assert output.startswith(f"The process of the run {endless.key} was killed")
+    assert f"Finished runs are in {tmp_path / 'records'}: run the same command again to resume" in output
+    assert not errors
+    assert len(list((tmp_path / "records").iterdir())) == 3
+
+
+def busiest(pids: list[int]) -> int:
+    """The process that uses the processor from now on; the others only wait."""
+
+    def ticks(pid: int) -> int:
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+    before = {pid: ticks(pid) for pid in pids}
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        used = {pid: ticks(pid) - before[pid] for pid in pids}
+        if max(used.values()) >= 50:  # half a second
+            return max(used, key=used.__getitem__)
+    raise AssertionError(f"no worker is at work: {used}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 
 from blockmean import BlockMean, Partition
 from blockmean.lab.data import load
-from blockmean.lab.paper import PARTS, Outcome, Setting, Verdict, small_fisher, timing
+from blockmean.lab.paper import PARTS, Outcome, ReportConfig, Verdict, small_fisher, timing
 from blockmean.lab.paper.architecture import architecture
 from blockmean.lab.paper.related_work import RANKS, approximations
 from blockmean.lab.paper.small_fisher import fisher
@@ -28,8 +29,8 @@ UNTIMED = ("theorems", "fig1", "fig2", "fig3", "fig4", "table1", "table2", "tabl
 PICTURES = {"fig1": ["fig1"], "fig2": ["fig2"], "fig3": ["fig3", "fig3-storage"], "fig4": ["fig4"]}
 
 
-def setting(folder: Path) -> Setting:
-    return Setting(out=folder / "pictures", records=folder / "records")
+def config(folder: Path) -> ReportConfig:
+    return ReportConfig(out=folder / "pictures", records=folder / "records")
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_the_parts_come_in_the_order_of_the_paper_and_say_what_they_are():
 
 @pytest.mark.parametrize("name", UNTIMED)
 def test_a_part_holds_where_it_is_mathematics_and_shows_what_it_promises(name: str, tmp_path: Path, few_images: None):
-    outcome = PARTS[name](setting(tmp_path))
+    outcome = PARTS[name](config(tmp_path))
     assert any(claim.exact for claim in outcome.claims)
     assert not [claim for claim in outcome.claims if claim.exact and claim.verdict != Verdict.HOLDS]
     assert not [text for text in texts(outcome) if "nan" in text or "None" in text]
@@ -70,9 +71,9 @@ def test_a_part_holds_where_it_is_mathematics_and_shows_what_it_promises(name: s
     "name", [name if name == "fig2" else pytest.param(name, marks=pytest.mark.slow) for name in PICTURES]
 )
 def test_pictures_and_findings_are_the_same_every_time(name: str, tmp_path: Path, few_images: None):
-    first = PARTS[name](setting(tmp_path / "a"))
+    first = PARTS[name](config(tmp_path / "a"))
     torch.manual_seed(123)  # of no importance
-    again = PARTS[name](setting(tmp_path / "b"))
+    again = PARTS[name](config(tmp_path / "b"))
     assert (first.claims, first.tables) == (again.claims, again.tables)
     assert [p.svg.read_bytes() for p in first.pictures] == [p.svg.read_bytes() for p in again.pictures]
 
@@ -119,23 +120,36 @@ def test_the_fisher_matrix_is_measured_once_and_kept_to_six_digits(
 ):
     made = []
     monkeypatch.setattr(small_fisher, "fisher", lambda *given: made.append(fisher(*given)) or made[-1])
-    first = small_fisher.small_fisher(setting(tmp_path))
+    first = small_fisher.small_fisher(config(tmp_path))
     for kept, F in zip(first[:2], made, strict=True):
         torch.testing.assert_close(kept, F, rtol=5e-6, atol=0)
         assert torch.equal(kept, kept.mT)
     assert not torch.allclose(first.initial, first.trained, rtol=0.1)
     assert 0 < first.deviation < 1e-12
 
-    report = replace(setting(tmp_path), measure=False)
+    report = replace(config(tmp_path), measure=False)
     again = small_fisher.small_fisher(report)
     assert len(made) == 2
     assert all(torch.equal(a, b) for a, b in zip(first[:2], again[:2], strict=True))
     path = tmp_path / "records" / "fig4-quick.json"
     record = json.loads(path.read_text())
-    for spoilt in ({"trained": record["trained"][1:]}, {"deviation": math.nan}, {"initial": None}):
+    triangle = record["trained"]
+    for spoilt, complaint in (
+        ({"trained": triangle[1:]}, "entries are missing"),
+        ({"deviation": math.nan}, "NaN is not JSON"),
+        ({"deviation": None}, "deviation must be a number"),
+        ({"initial": None}, "has no len"),
+        ({"initial": [None, *triangle[1:]]}, "initial must be a number"),
+        ({"trained": [1e308, *triangle[1:]]}, r"trained must be a number from -1e\+38 to 1e\+38. Got 1e\+308 instead."),
+        ({"trained": [1e308] * len(triangle)}, "trained must be a number"),
+        ({"trained": [triangle[0], 1e30, *triangle[2:]]}, "trained must have F_ij² ≤ F_ii F_jj"),
+        ({"initial": [0.0] * len(triangle)}, "the trace of initial must be positive. Got 0 instead."),
+        ({"environment": "x"}, "environment must be an object"),
+    ):
         path.write_text(json.dumps(record | spoilt))
-        with pytest.raises(FileNotFoundError, match="`blockmean reproduce fig4 --profile quick` measures it"):
+        with pytest.raises(FileNotFoundError, match="`blockmean reproduce fig4 --profile quick` measures it") as error:
             small_fisher.small_fisher(report)
+        assert re.search(rf"^{path} cannot be used \(.*{complaint}", str(error.value))
 
 
 def test_approximations_have_the_errors_that_theory_gives():
@@ -171,7 +185,9 @@ def test_a_parameter_without_gradient_has_no_correlations():
 
 
 def test_partitions_of_figure_4_are_those_of_its_caption():
-    sizes = {by: Partition.of(small_fisher.small((1, 28, 28)), by).sizes.tolist() for by in small_fisher.CUTS}
+    model = small_fisher.small((1, 28, 28))
+    cuts = {by: Partition.of(model, small_fisher.with_whole_biases(by)) for by in small_fisher.CUTS}
+    sizes = {by: partition.sizes.tolist() for by, partition in cuts.items()}
     assert sizes["tensor"] == [27, 3, 81, 3, 81, 3, 81, 3, 30, 10]
     assert sizes["unit"] == [*[9] * 3, 3, *([*[27] * 3, 3] * 3), *[3] * 10, 10]
     assert sizes["kernel"] == [*[9] * 3, 3, *([*[9] * 9, 3] * 3), *[3] * 10, 10]
@@ -194,7 +210,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_table_4_is_measured_once(tmp_path: Path, few_rounds: None, monkeypatch: pytest.MonkeyPatch):
-    first = PARTS["table4"](setting(tmp_path))
+    first = PARTS["table4"](config(tmp_path))
     record = json.loads((tmp_path / "records" / "table4-quick.json").read_text())
     assert record["environment"]["threads"] == 1
     for name, rounds in (("small", 3), ("large", 1)):
@@ -211,7 +227,7 @@ def test_table_4_is_measured_once(tmp_path: Path, few_rounds: None, monkeypatch:
     assert not any(claim.exact for claim in first.claims)
 
     monkeypatch.setattr(timing, "_measure", lambda *_: pytest.fail("it is measured again"))
-    assert PARTS["table4"](setting(tmp_path)) == first
+    assert PARTS["table4"](config(tmp_path)) == first
 
 
 @pytest.mark.parametrize(
@@ -222,13 +238,18 @@ def test_table_4_is_measured_once(tmp_path: Path, few_rounds: None, monkeypatch:
         (lambda text: text.replace('"batch": 100', '"batch": 64'), "it belongs to other settings"),
         (lambda text: json.dumps({**json.loads(text), "models": {}}), "'small'"),
         (lambda text: json.dumps(without_a_round(json.loads(text))), "rounds are missing"),
+        (lambda text: json.dumps(with_a_time(json.loads(text), None)), "a time in ms must be a number"),
+        (lambda text: json.dumps(with_a_time(json.loads(text), 0.0)), "Got 0.0 instead."),
+        (lambda text: json.dumps(with_a_time(json.loads(text), 1e308)), "Got 1e+308 instead."),
+        (lambda text: json.dumps(with_a_time(json.loads(text), math.nan)), "NaN is not JSON"),
+        (lambda text: json.dumps({**json.loads(text), "environment": "x"}), "environment must be an object"),
     ],
 )
 def test_a_record_that_cannot_be_used_is_named_and_made_again(spoil, complaint, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(timing, "ROUNDS", {"quick": {"small": 1}})
     monkeypatch.setattr(timing, "ARMS", {"small": timing.LARGE})  # without the slow one
     path = tmp_path / "table4-quick.json"
-    here = Setting(tmp_path, records=tmp_path)
+    here = ReportConfig(tmp_path, records=tmp_path)
     text = json.dumps(timing.timings(here))
     assert not capsys.readouterr().err
     path.write_text(spoil(text))
@@ -244,6 +265,19 @@ def test_a_record_that_cannot_be_used_is_named_and_made_again(spoil, complaint, 
 def without_a_round(record):
     record["models"]["small"]["step"]["BMA"].pop()
     return record
+
+
+def with_a_time(record, milliseconds):
+    record["models"]["small"]["step"]["BMA"][0] = milliseconds
+    return record
+
+
+def test_table_4_does_not_need_to_know_the_machine(tmp_path: Path, few_rounds: None):
+    PARTS["table4"](config(tmp_path))
+    path = tmp_path / "records" / "table4-quick.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "environment": {"date": None}}))
+    outcome = PARTS["table4"](config(tmp_path))
+    assert outcome.notes[0].startswith("Measured on ?, on one thread")
 
 
 def test_a_median_has_the_interval_of_the_sign_test():

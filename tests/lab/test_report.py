@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from blockmean.lab import report
 from blockmean.lab.paper import PARTS
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.picture import Picture, save
 from blockmean.lab.report import SIGNS, write_report
@@ -106,9 +106,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 @pytest.fixture(scope="module")
 def path(found: dict[str, Outcome], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    setting = Setting(folder, Path("records <here>"), data_dir=Path("/data/a & b"), seeds=2)
+    config = ReportConfig(folder, Path("records <here>"), data_dir=Path("/data/a & b"), seeds=2)
     missing = {"fig4": "no data: give `--data-dir` <a folder>"}
-    return write_report(found, setting, folder / "new" / "report.html", missing, TITLES)
+    return write_report(found, config, folder / "new" / "report.html", missing, TITLES)
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +210,8 @@ def test_the_summary_counts_verdicts(page: Page):
 
 
 def test_the_full_study_is_not_advertised_to_those_who_made_it(tmp_path: Path):
-    setting = Setting(tmp_path, tmp_path, profile="paper")
-    text = Page(write_report({}, setting, tmp_path / "report.html")).text
+    config = ReportConfig(tmp_path, tmp_path, profile="paper")
+    text = Page(write_report({}, config, tmp_path / "report.html")).text
     assert "paper profile" in text
     assert "--profile" not in text
     assert "cifar10-large" in text  # among the studies
@@ -227,13 +227,17 @@ def test_verdicts_come_first_and_parts_in_the_order_of_their_titles(page: Page):
 
 
 def test_parts_without_a_title_come_last_under_their_name(found: dict[str, Outcome], tmp_path: Path):
-    page = Page(write_report(found, Setting(tmp_path, tmp_path), tmp_path / "r.html", titles={"theorems": "Algebra"}))
+    page = Page(
+        write_report(found, ReportConfig(tmp_path, tmp_path), tmp_path / "r.html", titles={"theorems": "Algebra"})
+    )
     headings = [page.text.index(f"\n{heading}\n") for heading in ("Algebra", "fig5", "Settings")]
     assert headings == sorted(headings)
 
 
 def test_titles_are_what_the_files_of_the_parts_say(tmp_path: Path):
-    page = Page(write_report({}, Setting(tmp_path, tmp_path), tmp_path / "r.html", dict.fromkeys(PARTS, "no time")))
+    page = Page(
+        write_report({}, ReportConfig(tmp_path, tmp_path), tmp_path / "r.html", dict.fromkeys(PARTS, "no time"))
+    )
     for part in PARTS.values():
         title = str(sys.modules[part.__module__].__doc__).splitlines()[0].removesuffix(".")
         assert f"\n{title}\n" in page.text
@@ -248,9 +252,10 @@ def test_a_part_that_could_not_be_made_is_named_with_the_reason(page: Page):
 
 def test_parts_that_were_not_asked_for_are_named(found: dict[str, Outcome], tmp_path: Path):
     some, every = ({name: found.get(name, Outcome()) for name in names} for names in (["fig4", "theorems"], PARTS))
-    text = Page(write_report(some, Setting(tmp_path, tmp_path), tmp_path / "some.html")).text
+    config = ReportConfig(tmp_path, tmp_path)
+    text = Page(write_report(some, config, tmp_path / "some.html")).text
     assert f"Not asked for: {', '.join(name for name in PARTS if name not in some)}; blockmean report" in text
-    assert "Not asked for" not in Page(write_report(every, Setting(tmp_path, tmp_path), tmp_path / "all.html")).text
+    assert "Not asked for" not in Page(write_report(every, config, tmp_path / "all.html")).text
 
 
 def test_figures_tables_and_notes_are_there(page: Page, found: dict[str, Outcome]):
@@ -276,7 +281,7 @@ def test_columns_of_numbers_are_aligned_to_the_right(page: Page):
 
 def test_a_huge_svg_gives_way_to_its_png(found: dict[str, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(report, "LARGEST_SVG", 1000)
-    page = Page(write_report({"fig5": found["fig5"]}, Setting(tmp_path, tmp_path), tmp_path / "report.html"))
+    page = Page(write_report({"fig5": found["fig5"]}, ReportConfig(tmp_path, tmp_path), tmp_path / "report.html"))
     png = base64.b64encode(found["fig5"].pictures[0].png.read_bytes()).decode()
     assert page.all("img")[0]["src"] == f"data:image/png;base64,{png}"
 
@@ -284,7 +289,7 @@ def test_a_huge_svg_gives_way_to_its_png(found: dict[str, Outcome], tmp_path: Pa
 def test_an_exact_claim_that_fails_raises_alarm(page: Page, tmp_path: Path):
     broken = {"theorems": Outcome([Claim("Theorem 1", "relative error 0.3", Verdict.FAILS, exact=True)])}
     alarm = "the software is wrong, trust no number"
-    assert alarm in Page(write_report(broken, Setting(tmp_path, tmp_path), tmp_path / "report.html")).text
+    assert alarm in Page(write_report(broken, ReportConfig(tmp_path, tmp_path), tmp_path / "report.html")).text
     assert alarm not in page.text  # a finding that fails is none
 
 

@@ -1,4 +1,4 @@
-"""The blocks of a group: what "unit" means, groups that change, tensors without entries, matrices that are too large."""
+"""The blocks of a group: what "unit" means, groups that change, tensors without entries, large matrices."""
 
 import copy
 import gc
@@ -175,7 +175,7 @@ def test_a_callable_partition_is_not_part_of_what_is_saved():
     assert optimizer.defaults["partition"] == copied.param_groups[0]["partition"] == "custom"
     optimizer.add_param_group({"params": [("w", nn.Parameter(torch.zeros(2, 3)))]})
     assert optimizer.param_groups[1]["blocks"].startswith("2 blocks of 6 entries")
-    with pytest.raises(ValueError, match="has no callable to cut these parameters with.* Pass 'partition'"):
+    with pytest.raises(ValueError, match=r"has no callable to cut these parameters with.* Pass 'partition'"):
         copied.add_param_group({"params": [("w", nn.Parameter(torch.zeros(2, 3)))]})
     copied.add_param_group({"params": [("w", nn.Parameter(torch.zeros(2, 3)))], "partition": "unit"})
 
@@ -277,7 +277,9 @@ def test_arguments_of_adamw_go_where_adamw_has_them():
         AdamBMA(model.parameters(), fused=True)
     with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
         AdamBMA(model.parameters(), fused=True, foreach=True)
-    with pytest.raises(TypeError, match="The 'foreach' parameter of AdamBMA must be True, False or None. Got 1 instead"):
+    with pytest.raises(
+        TypeError, match="The 'foreach' parameter of AdamBMA must be True, False or None. Got 1 instead"
+    ):
         AdamBMA(model.parameters(), foreach=1)
 
 
@@ -293,7 +295,7 @@ def test_wrapped_optimizers_are_diagnosed():
     optimizer = AdamBMA(model.named_parameters())
     train(model, optimizer, 3)
     assert diagnose(Wrapper(Wrapper(optimizer))).share == diagnose(optimizer).share
-    with pytest.raises(TypeError, match="must be AdamBMA or AdaGradBMA. Got 'Wrapper'"):
+    with pytest.raises(TypeError, match=r"must be AdamBMA or AdaGradBMA. Got 'Wrapper'"):
         diagnose(Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
 
 

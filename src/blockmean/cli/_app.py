@@ -1,9 +1,11 @@
-"""What all commands share: the application itself, the console, and the packages they need."""
+"""What all commands share: the application, the consoles, and messages for what a user can put right."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 try:
@@ -15,11 +17,12 @@ except ModuleNotFoundError as missing:  # the core needs torch alone
 from blockmean import __version__
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
-console = Console(markup=False, highlight=False)  # brackets in names and paths are brackets
+console = Console(markup=False, highlight=False)  # brackets in names and paths are no markup
+errors = Console(markup=False, highlight=False, stderr=True)
 
 
 @app.callback(invoke_without_command=True)
-def blockmean(version: Annotated[bool, typer.Option("--version", help="Show the version and stop.")] = False) -> None:
+def blockmean(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
     """Block mean matrices, and optimizers that see the dependency between groups of parameters."""
     if version:
         print(f"blockmean {__version__}")
@@ -27,8 +30,8 @@ def blockmean(version: Annotated[bool, typer.Option("--version", help="Show the 
 
 
 @contextmanager
-def explained(command: str) -> Iterator[None]:
-    """Turn what a user can put right into one message: a missing extra, missing or damaged data, wrong values."""
+def readable_errors(command: str) -> Iterator[None]:
+    """Turn errors that a user can put right into one message: a missing extra, missing or damaged data, bad values."""
     try:
         yield
     except ModuleNotFoundError as missing:
@@ -37,6 +40,15 @@ def explained(command: str) -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
+def check_folder(path: Path) -> None:
+    """Raise OSError if files cannot be written into a folder; it is not created yet."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(f"{path} cannot be a folder: {existing} is a file. Choose another one.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"{path} cannot be written: there is no permission to write to {existing}.")
+
+
 def main() -> None:
-    """What the `blockmean` command runs."""
+    """Entry point of the `blockmean` command."""
     app()

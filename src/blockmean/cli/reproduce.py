@@ -1,4 +1,4 @@
-"""`blockmean reproduce` makes the runs of the paper and its report, `blockmean report` the report alone."""
+"""`blockmean reproduce` runs the paper's experiments and writes the report; `blockmean report` only the report."""
 
 from __future__ import annotations
 
@@ -20,74 +20,89 @@ from rich.table import Table
 from rich.text import Text
 
 import blockmean
-from blockmean.cli._app import app, console, explained
+from blockmean.cli._app import app, check_folder, console, errors, readable_errors
 
 if TYPE_CHECKING:
-    from blockmean.lab.paper import Outcome, Setting
+    from blockmean.lab.paper import Outcome, ReportConfig
     from blockmean.lab.study import Study
 
 Parts = Annotated[
-    list[str] | None, typer.Argument(help="Parts of the paper, as `reproduce --list` names them; all by default.")
+    list[str] | None,
+    typer.Argument(help="Parts of the paper, as listed by `reproduce --list`.", show_default="all"),
 ]
-Profile = Annotated[str, typer.Option(help="quick: 5,000 embedded digits. paper: MNIST and CIFAR-10, hours.")]
-DataDir = Annotated[Path | None, typer.Option(help="The folder with MNIST and CIFAR-10 (or BLOCKMEAN_DATA).")]
-Out = Annotated[Path, typer.Option(help="The folder for the report and its pictures.", file_okay=False, writable=True)]
+Profile = Annotated[
+    str, typer.Option(help="quick (5,000 embedded digits, minutes) or paper (MNIST and CIFAR-10, hours).")
+]
+DataDir = Annotated[Path | None, typer.Option(help="Folder with MNIST and CIFAR-10.", show_default="$BLOCKMEAN_DATA")]
+Out = Annotated[Path, typer.Option(help="Folder for the report and its pictures.", file_okay=False)]
 Records = Annotated[
-    Path | None, typer.Option(help="The folder for records, one per run. OUT/records by default.", file_okay=False)
+    Path | None,
+    typer.Option(help="Folder for the records, one per run.", file_okay=False, show_default="OUT/records"),
 ]
-Seeds = Annotated[int | None, typer.Option(help="Seeds for the best rate of each optimizer.", min=1)]
-Epochs = Annotated[int | None, typer.Option(help="Epochs of these runs.", min=1)]
+Seeds = Annotated[
+    int | None,
+    typer.Option(help="Number of final runs with the best rate.", min=1, show_default="by profile"),
+]
+Epochs = Annotated[int | None, typer.Option(help="Epochs of each final run.", min=1, show_default="by profile")]
 
 PUBLISHED = Path(blockmean.__file__).parents[2] / "results"
-"""The records that come with a checkout of the project; an installed wheel has none."""
+"""The records in a checkout of the project; an installed wheel has none."""
 
 COLOURS = {"holds": "green", "does not hold": "bold red", "within noise": "yellow", "no verdict": "dim"}
 
 
-@app.command()
+@app.command(short_help="Run the paper's experiments and write a report.")
 def reproduce(
     parts: Parts = None,
     profile: Profile = "quick",
     data_dir: DataDir = None,
-    download: Annotated[bool, typer.Option("--download", help="Fetch MNIST and CIFAR-10 if not there.")] = False,
+    download: Annotated[bool, typer.Option("--download", help="Fetch MNIST and CIFAR-10 if they are missing.")] = False,
     seeds: Seeds = None,
     epochs: Epochs = None,
-    jobs: Annotated[int, typer.Option(help="Runs at a time, one thread each.", min=1)] = 2,
+    jobs: Annotated[int, typer.Option(help="Runs at a time, each on one thread.", min=1)] = 2,
     out: Out = Path("out"),
     records: Records = None,
-    list_parts: Annotated[bool, typer.Option("--list", help="List the parts and stop.")] = False,
+    list_parts: Annotated[bool, typer.Option("--list", help="List the parts and exit.")] = False,
 ) -> None:
-    """Run the experiments of the paper, check its claims, draw its figures, and write it all into report.html.
+    """Run the paper's experiments, check its claims, and write report.html.
 
-    A run that has a record is not made again: stop it with Ctrl-C whenever you like, the same command goes on. The exit
-    code is 1 if something that is mathematically certain does not hold.
+    Finished runs are kept as records and not repeated: stop with Ctrl-C at any time, and run the same command again to
+    resume. The exit code is 1 if an exact claim, one that is mathematics, does not hold.
     """
-    with explained("reproduce"):
+    with readable_errors("reproduce"):
         from blockmean.lab.data import verify
         from blockmean.lab.paper import PARTS
         from blockmean.lab.paper.protocol import studies
+        from blockmean.lab.records import WorkerKilled
 
         if list_parts:
             for name, part in PARTS.items():
                 print(f"{name:10} {(part.__doc__ or '').partition(chr(10))[0]}")
             return
-        setting = _setting(profile, out, records, data_dir, seeds, epochs)
-        chosen = _chosen(parts)
+        config = _config(profile, out, records, data_dir, seeds, epochs)
+        chosen = _select(parts)
+        for folder in (config.out, config.records):
+            check_folder(folder)
         wanted = studies(profile, seeds, epochs) if "fig5" in chosen else []
-        unfinished = [study for study in wanted if not study.is_complete(setting.records / study.name)]
+        unfinished = [study for study in wanted if not study.is_complete(config.records / study.name)]
         for dataset in dict.fromkeys(study.dataset for study in (studies(profile) if download else unfinished)):
             verify(dataset, data_dir, download)
-        for folder in (setting.out, setting.records):
-            folder.mkdir(parents=True, exist_ok=True)  # where that cannot be, say so before the first run
+        for folder in (config.out, config.records):
+            folder.mkdir(parents=True, exist_ok=True)
     try:
-        _run(wanted, setting, jobs)
-        _report(chosen, setting)
+        _run(wanted, config, jobs)
+        _report(chosen, config)
     except KeyboardInterrupt:
-        console.print(f"Stopped. Finished runs are in {setting.records}; the same command goes on from there.")
+        errors.print(
+            f"Stopped. Finished runs are in {config.records}: run the same command again to resume.", soft_wrap=True
+        )
         raise typer.Exit(130) from None
+    except WorkerKilled as error:
+        errors.print(str(error), soft_wrap=True)
+        raise typer.Exit(1) from None
 
 
-@app.command()
+@app.command(short_help="Write the report from existing records.")
 def report(
     parts: Parts = None,
     profile: Profile = "quick",
@@ -96,39 +111,40 @@ def report(
     out: Out = Path("out"),
     records: Records = None,
 ) -> None:
-    """Write report.html from the records that are there; nothing is run or measured, no data is needed.
+    """Write report.html from existing records, without running anything.
 
     In a checkout of the project, `--profile paper --records results` shows the published runs.
     """
-    with explained("report"):
-        setting = replace(_setting(profile, out, records, None, seeds, epochs), measure=False)
-        chosen = _chosen(parts)
+    with readable_errors("report"):
+        config = replace(_config(profile, out, records, None, seeds, epochs), measure=False)
+        chosen = _select(parts)
+        check_folder(out)
         out.mkdir(parents=True, exist_ok=True)
-    _report(chosen, setting)
+    _report(chosen, config)
 
 
-def _setting(
+def _config(
     profile: str, out: Path, records: Path | None, data_dir: Path | None, seeds: int | None, epochs: int | None
-) -> Setting:
-    from blockmean.lab.paper import Setting
+) -> ReportConfig:
+    from blockmean.lab.paper import ReportConfig
     from blockmean.lab.paper.protocol import studies
 
-    studies(profile, seeds, epochs)  # raises where there is no such profile
+    studies(profile, seeds, epochs)  # raises if there is no such profile
     published = PUBLISHED if PUBLISHED.exists() else None
-    return Setting(out, records or out / "records", profile, data_dir, seeds, epochs, published)
+    return ReportConfig(out, records or out / "records", profile, data_dir, seeds, epochs, published)
 
 
-def _chosen(parts: list[str] | None) -> list[str]:
+def _select(parts: list[str] | None) -> list[str]:
     from blockmean.lab.paper import PARTS
 
     unknown = [name for name in parts or [] if name not in PARTS]
     if unknown:
-        raise ValueError(f"there is no part {', '.join(unknown)}. The parts are: {', '.join(PARTS)}.")
+        raise ValueError(f"there is no part {', '.join(unknown)}. The parts are {', '.join(PARTS)}.")
     return list(dict.fromkeys(parts or PARTS))
 
 
-def _run(wanted: list[Study], setting: Setting, jobs: int) -> None:
-    """Make the runs that have no record yet, with one bar per study."""
+def _run(wanted: list[Study], config: ReportConfig, jobs: int) -> None:
+    """Make the runs that have no record yet, with a progress bar per study."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -146,29 +162,32 @@ def _run(wanted: list[Study], setting: Setting, jobs: int) -> None:
             def show(steps: int, bar: TaskID = bar) -> None:
                 progress.update(bar, completed=steps)
 
-            study.run(setting.records / study.name, setting.data_dir, jobs, show)
+            study.run(config.records / study.name, config.data_dir, jobs, show)
 
 
-def _report(chosen: list[str], setting: Setting) -> None:
-    """Make the parts and the report, and print what was found."""
+def _report(chosen: list[str], config: ReportConfig) -> None:
+    """Make the parts and the report, and print the verdicts."""
     import torch
 
     from blockmean.lab.paper import PARTS, Verdict
     from blockmean.lab.report import write_report
     from blockmean.lab.sources import DamagedData
 
-    torch.set_num_threads(1)  # small matrices: faster so, and rounding does not depend on the cores
+    torch.set_num_threads(1)  # faster for small matrices, and rounding does not depend on the number of cores
     outcomes: dict[str, Outcome] = {}
     missing: dict[str, str] = {}
     with console.status("making the report") as status:
         for name in chosen:
-            status.update(f"measuring {name}" if name == "table4" and setting.measure else f"drawing {name}")
+            status.update(f"measuring {name}" if name == "table4" and config.measure else f"drawing {name}")
             try:
-                outcomes[name] = PARTS[name](setting)
-            except (FileNotFoundError, DamagedData) as error:  # no reason to withhold the rest
+                outcomes[name] = PARTS[name](config)
+            except (FileNotFoundError, DamagedData) as error:  # the other parts can still be shown
                 missing[name] = str(error)
-        path = write_report(outcomes, setting, setting.out / "report.html", missing)
+        path = write_report(outcomes, config, config.out / "report.html", missing)
     _show(outcomes)
+    for name, outcome in outcomes.items():
+        for problem in outcome.unusable:
+            errors.print(f"{name}: {problem}; it counts as missing.", soft_wrap=True)
     for name, why in missing.items():
         console.print(f"{name} is not in the report: {why}", soft_wrap=True)
     console.print(f"report: {path}", soft_wrap=True)

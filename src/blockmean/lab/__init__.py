@@ -1,1 +1,1 @@
-"""Experiments on top of the library. They use the public names of `blockmean` only; `blockmean …` runs them."""
+"""Experiments on top of the library, run by the `blockmean` command. They use only its public names."""

@@ -1,4 +1,4 @@
-"""Downloading the published files into a cache, checked on arrival; nothing is fetched unless it is asked for."""
+"""Download the published files into a cache and check them; nothing is fetched without being asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blockmean.lab.sources import SOURCES, Source
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: $BLOCKMEAN_CACHE, or the place that the system has for such files."""
+    """The folder for downloads: $BLOCKMEAN_CACHE, or the cache folder of the system."""
     given = os.environ.get("BLOCKMEAN_CACHE")
     if given:
         return Path(given).expanduser()
@@ -22,9 +22,9 @@ def cache_folder() -> Path:
 def download(
     dataset: str | Source, cache: Path | None = None, mirrors: Sequence[str] | None = None, progress: bool = True
 ) -> Path:
-    """Fetch what is not in the cache yet and return the folder that holds it.
+    """Fetch the files that are not in the cache yet, and return their folder.
 
-    A file gets its name only when it is complete and its checksum is right. Mirrors are tried in order.
+    A file gets its name only once it is complete and its checksum is right. Mirrors are tried in order.
     """
     if isinstance(dataset, str) and dataset not in SOURCES:
         raise ValueError(f"Only {' and '.join(SOURCES)} can be downloaded. Got {dataset!r} instead.")
@@ -46,14 +46,14 @@ def download(
         else:
             raise ConnectionError(
                 f"{source.name} could not be downloaded: {', '.join(failures)}. Get {', '.join(source.published)} in "
-                "another way and give the folder with --data-dir or BLOCKMEAN_DATA, or take the embedded digits with "
+                "another way and name the folder with --data-dir or BLOCKMEAN_DATA, or use the embedded digits with "
                 "--dataset digits."
             )
     return folder
 
 
 def _reason(error: OSError | ValueError) -> str:
-    """Why a download failed, in a few words: what `requests` says fills lines."""
+    """Why a download failed, in a few words: messages of `requests` take several lines."""
     if isinstance(error, ValueError):  # a wrong checksum; the first sentence has both
         return str(error).partition(". ")[0]
     response = getattr(error, "response", None)

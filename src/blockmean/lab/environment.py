@@ -1,4 +1,4 @@
-"""Where a measurement was taken: every record carries this, so that numbers of two machines are never mixed up."""
+"""The environment of a measurement. Every record has it, so that numbers of two machines are never mixed up."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PACKAGES = ("torch", "numpy", "scipy")
 
 
 def use_threads(count: int) -> None:
-    """Let torch and SciPy use so many threads. Call it before SciPy is imported: its BLAS reads the variables once."""
+    """Set the threads of torch and SciPy. Call it before importing SciPy: its BLAS reads the variables once."""
     torch.set_num_threads(count)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(count)
 
 
 def environment() -> dict[str, object]:
-    """Python, packages, processor, threads, date and code version; what is not known is None."""
+    """Python, packages, processor, threads, date and code version; an unknown value is None."""
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
@@ -52,11 +52,11 @@ def _cpu_model() -> str | None:
 
 
 def _load() -> float | None:
-    """Running processes over the last minute: above the number of threads, somebody else was at work too."""
+    """Running processes, averaged over the last minute: more than `threads` means that other work ran as well."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
-@cache  # of the code that was imported, not of what lies there when a run ends
+@cache  # the version that was imported, even if the checkout changes during a run
 def _code_version() -> str | None:
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():  # installed, perhaps inside somebody else's repository

@@ -1,13 +1,14 @@
-"""Look into a model: a curvature matrix on data as a table of its blocks, a heat map, and a file of all numbers."""
+"""Inspect a model: a curvature matrix on data as a table of its blocks, a heat map, and a file of all numbers."""
 
 from __future__ import annotations
 
 import importlib
-import json
+import inspect as inspect_
 import math
+import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from blockmean.lab.data import load
 from blockmean.lab.environment import environment
 from blockmean.lab.models import MODELS
 from blockmean.lab.picture import save
+from blockmean.lab.records import store
+from blockmean.lab.spec import digest
 
 MATRICES: dict[str, Callable[..., curvature.Curvature]] = {
     "empirical_fisher": curvature.empirical_fisher,
@@ -28,9 +31,16 @@ MATRICES: dict[str, Callable[..., curvature.Curvature]] = {
     "ggn": curvature.ggn,
     "hessian": curvature.hessian,
 }
+ANY_OUTPUT = ("empirical_fisher", "hessian")
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": nn.functional.cross_entropy,
     "mse": nn.functional.mse_loss,
+}
+EXPECTED = {
+    "model": "a torch.nn.Module, or a function without arguments that returns one",
+    "data": "two tensors, (inputs, targets), or batches of such pairs, as a DataLoader has, or a function without "
+    "arguments that returns either",
+    "loss": "a function of two arguments, (outputs, targets), that returns the mean loss",
 }
 LARGEST_BATCH = 128
 LEARNING_RATE = 1e-3
@@ -38,14 +48,14 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Request:
-    """What to look at, in the words of the command line."""
+    """What to inspect, in the words of the command line."""
 
     model: str
-    """A name in MODELS, or 'module:function' that returns a torch.nn.Module."""
+    """A name in MODELS, or 'module:object': a torch.nn.Module, or a function that returns one."""
     dataset: str = "digits"
     inputs: str = "normalised"
     data: str | None = None
-    """'module:function' that returns (inputs, targets), in the place of a data set."""
+    """'module:object' instead of a data set: (inputs, targets), batches of such pairs, or a function for either."""
     loss: str = "cross_entropy"
     """A name in LOSSES, or 'module:function' that takes (outputs, targets) and returns the mean loss."""
     partition: str = "tensor"
@@ -55,9 +65,15 @@ class Request:
     seed: int = 0
     norm_probes: int = 8
 
+    @property
+    def key(self) -> str:
+        """A file name: different requests have different ones."""
+        model = re.sub(r"[^\w.]+", "-", self.model)
+        return f"coupling-{model}-{self.matrix}-{self.partition}-{digest(asdict(self))}"
+
 
 class Row(NamedTuple):
-    """One block of the matrix; what does not exist is None."""
+    """One block of the matrix; None means that there is no such number."""
 
     block: str
     size: int
@@ -70,7 +86,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Inspection:
-    """A request and the matrix that came of it."""
+    """A request and its matrix."""
 
     request: Request
     matrix: BlockMean
@@ -82,14 +98,18 @@ class Inspection:
         order = sorted(range(len(self.rows)), key=lambda i: -abs(self.rows[i].share or 0.0))[:count]
         return [self.rows[i] for i in sorted(order)]
 
+    def paths(self, out: Path) -> list[Path]:
+        """The PNG, the SVG and the JSON file that `save` writes into a folder."""
+        return [out / f"{self.request.key}.{suffix}" for suffix in ("png", "svg", "json")]
+
     def save(self, out: Path) -> list[Path]:
-        """Write coupling.png, coupling.svg and coupling.json, and return their paths."""
+        """Write the heat map and all numbers, and return the paths."""
+        png, svg, numbers = self.paths(out)
         figure: Any = plot.coupling(self.matrix, title=self.title).figure
-        picture = save(figure, out / "coupling")
+        save(figure, out / self.request.key)
         plt.close(figure)
-        numbers = out / "coupling.json"
-        numbers.write_text(json.dumps(self.record()) + "\n")
-        return [picture.png, picture.svg, numbers]
+        store(numbers, self.record())
+        return [png, svg, numbers]
 
     @property
     def title(self) -> str:
@@ -98,9 +118,9 @@ class Inspection:
         return f"{self.report.matrix} of {r.model} on {r.data or r.dataset}, {trained}"
 
     def record(self) -> dict[str, Any]:
-        """All numbers in plain values: the request, the report, one entry per block, and A."""
+        """All numbers in plain values: the request, the report, the blocks and A. A missing number is None."""
         report = self.report
-        return {
+        record = {
             "request": asdict(self.request),
             "environment": environment(),
             "report": {
@@ -111,21 +131,24 @@ class Inspection:
                 "exact_A": report.exact_A,
                 "explained": report.explained,
                 "explained_error": report.explained_error,
-                "lam_error": [_finite(error) for error in report.lam_error.tolist()],
+                "lam_error": report.lam_error.tolist(),
             },
             "blocks": [row._asdict() for row in self.rows],
             "A": self.matrix.A.tolist(),
         }
+        return {name: _without_nan(value) for name, value in record.items()}
 
 
 def inspect(request: Request, data_dir: Path | None = None, download: bool = False) -> Inspection:
-    """Build the model, train it if asked, and compute the matrix. ValueError where the request cannot be met."""
+    """Build the model, train it if asked, and compute the matrix; ValueError if the request cannot be met."""
     if request.matrix not in MATRICES:
         raise ValueError(f"matrix must be one of {', '.join(MATRICES)}. Got {request.matrix!r} instead.")
     for name, least in (("samples", 1), ("train_steps", 0), ("norm_probes", 0)):
         if getattr(request, name) < least:
             raise ValueError(f"{name} must be at least {least}. Got {getattr(request, name)} instead.")
-    loss_fn = LOSSES.get(request.loss) or find_function(request.loss, "loss", LOSSES)
+    loss_fn = LOSSES.get(request.loss)
+    if loss_fn is None:
+        loss_fn = _require_function(request.loss, "loss", find_object(request.loss, "loss", LOSSES), 2)
     inputs, targets = _data(request, data_dir, download)
     model = _model(request, inputs)
     blocks = Partition.of([(n, p) for n, p in model.named_parameters() if p.requires_grad], request.partition)
@@ -134,7 +157,7 @@ def inspect(request: Request, data_dir: Path | None = None, download: bool = Fal
             f"partition {request.partition!r} cuts {request.model} into {blocks.num_blocks:,} blocks, more than the "
             f"{plot.LARGEST:,} whose matrix can be drawn. Take a coarser one, such as 'tensor'."
         )
-    _try_out(request, model, loss_fn, inputs[:2], targets[:2])
+    _check_fit(request, model, loss_fn, inputs[:2], targets[:2])
     _train(model, loss_fn, inputs, targets, request)
     chosen = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(request.seed))[: request.samples]
     data = inputs[chosen], targets[chosen]
@@ -142,8 +165,8 @@ def inspect(request: Request, data_dir: Path | None = None, download: bool = Fal
     return Inspection(request, found.matrix, found.report, _rows(found.matrix))
 
 
-def find_function(spec: str, what: str, known: Iterable[str] = ()) -> Callable[..., Any]:
-    """The function that 'package.module:function' names; the current folder is looked into as well."""
+def find_object(spec: str, what: str, known: Iterable[str] = ()) -> Any:
+    """The object that 'package.module:name' stands for; modules in the current folder are found, too."""
     module_name, _, name = spec.partition(":")
     if not (module_name and name):
         choice = " or ".join([*known, "'module:function'"])
@@ -153,30 +176,83 @@ def find_function(spec: str, what: str, known: Iterable[str] = ()) -> Callable[.
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(f"{what} {spec!r} cannot be imported: {error} (looked into {Path.cwd()}, too).") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{what} {spec!r}: there is no function {name} in {module.__file__ or module_name}.")
-    found: Callable[..., Any] = function
-    return found
+        hint = f" Leave out the .py: {module_name[:-3]}:{name}." if module_name.endswith(".py") else ""
+        raise ValueError(
+            f"{what} {spec!r} cannot be imported: {error} (looked into {Path.cwd()}, too).{hint}"
+        ) from error
+    if not hasattr(module, name):
+        raise ValueError(f"{what} {spec!r}: there is no {name} in {module.__file__ or module_name}.")
+    return getattr(module, name)
+
+
+def _require_function(spec: str, what: str, found: Any, arguments: int) -> Callable[..., Any]:
+    """ValueError unless the object that a spec stands for can be called with that many arguments."""
+    got = _short(found)
+    if callable(found):
+        function: Callable[..., Any] = found
+        try:
+            signature = inspect_.signature(function)
+        except (ValueError, TypeError):  # written in C
+            return function
+        try:
+            signature.bind(*[None] * arguments)
+        except TypeError:
+            got = f"{spec.partition(':')[2]}{signature}"
+        else:
+            return function
+    raise ValueError(f"{what} {spec!r} must be {EXPECTED[what]}. Got {got} instead.")
 
 
 def _data(request: Request, data_dir: Path | None, download: bool) -> tuple[Tensor, Tensor]:
     if request.data is None:
         images = load(request.dataset, request.inputs, data_dir, download)
         return images.train, images.train_labels
-    found = find_function(request.data, "data")()
-    pair = isinstance(found, tuple | list) and len(found) == 2 and all(isinstance(x, Tensor) for x in found)
-    if not pair:
-        got = repr(found)[:100]
-        raise ValueError(f"data {request.data!r} must return two tensors, (inputs, targets). Got {got} instead.")
+    torch.manual_seed(request.seed)  # a DataLoader may shuffle
+    found = find_object(request.data, "data")
+    if not (_is_pair(found) or isinstance(found, Iterable)):
+        found = _require_function(request.data, "data", found, 0)()
+    if not _is_pair(found):
+        found = _join(request, found)
     inputs, targets = found
     if not len(inputs) == len(targets) > 0:
         raise ValueError(
-            f"data {request.data!r} must return as many targets as inputs, and one at least. "
+            f"data {request.data!r} must have as many targets as inputs, and at least one of each. "
             f"Got {len(inputs)} inputs and {len(targets)} targets."
         )
     return inputs, targets
+
+
+def _is_pair(data: Any) -> bool:
+    return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(x, Tensor) for x in data)
+
+
+def _join(request: Request, batches: Any) -> tuple[Tensor, Tensor]:
+    """One pair of tensors from as many batches as the request needs: a loader may be endless."""
+    problem = f"data {request.data!r} must be {EXPECTED['data']}"
+    if isinstance(batches, Tensor | str) or not isinstance(batches, Iterable):
+        raise ValueError(f"{problem}. Got {_short(batches)} instead.")
+    enough = max(request.samples, request.train_steps * LARGEST_BATCH)
+    inputs: list[Tensor] = []
+    targets: list[Tensor] = []
+    for batch in batches:
+        if not _is_pair(batch):
+            raise ValueError(f"{problem}. Got {_short(batch)} as a batch.")
+        inputs.append(batch[0])
+        targets.append(batch[1])
+        if sum(map(len, inputs)) >= enough:
+            break
+    if not inputs:
+        raise ValueError(f"{problem}. Got no batch at all.")
+    try:
+        return torch.cat(inputs), torch.cat(targets)
+    except RuntimeError as error:
+        raise ValueError(f"The batches of data {request.data!r} cannot be joined: {error}") from error
+
+
+def _short(value: object) -> str:
+    """A value in a message of one line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _model(request: Request, inputs: Tensor) -> nn.Module:
@@ -188,26 +264,39 @@ def _model(request: Request, inputs: Tensor) -> nn.Module:
             )
         channels, height, width = inputs.shape[1:]
         return MODELS[request.model]((channels, height, width))
-    model = find_function(request.model, "model", MODELS)()
+    found = find_object(request.model, "model", MODELS)
+    model = found if isinstance(found, nn.Module) else _require_function(request.model, "model", found, 0)()
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {request.model!r} must return a torch.nn.Module. Got {type(model).__name__} instead.")
     return model
 
 
-def _try_out(request: Request, model: nn.Module, loss_fn: Callable[..., Tensor], x: Tensor, y: Tensor) -> None:
-    """Model, data and loss must fit together, and it is better to say so than to fail somewhere inside."""
+def _check_fit(request: Request, model: nn.Module, loss_fn: Callable[..., Tensor], x: Tensor, y: Tensor) -> None:
+    """Raise ValueError if model, data and loss do not fit together, rather than fail somewhere inside."""
+    given = f"inputs {list(x.shape[1:])} of {x.dtype}, targets {list(y.shape[1:])} of {y.dtype}"
+    problem = f"model {request.model!r}, loss {request.loss!r} and the data ({given}) do not fit together"
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("error", message="Using a target size")  # mse_loss would broadcast
-            loss_fn(model.eval()(x), y)
-    except (RuntimeError, ValueError, TypeError, IndexError, UserWarning) as error:
-        given = f"inputs {list(x.shape[1:])} of {x.dtype}, targets {list(y.shape[1:])} of {y.dtype}"
-        told = f"model {request.model!r}, loss {request.loss!r} and the data ({given}) do not fit together"
-        raise ValueError(f"{told}: {error}") from error
+            output = model.eval()(x)
+            # A loss of the user's own may take anything, but fisher and ggn differentiate with respect to the output.
+            accepted = isinstance(output, Tensor) or (request.loss not in LOSSES and request.matrix in ANY_OUTPUT)
+            loss = loss_fn(output, y) if accepted else None
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, UserWarning) as error:
+        raise ValueError(f"{problem}: {error}") from error
+    if not accepted:
+        keys = f" with the keys {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+        raise ValueError(
+            f"model {request.model!r} must return a tensor. Got {type(output).__name__}{keys} instead: wrap it in a "
+            "module that returns one tensor."
+        )
+    if not isinstance(loss, Tensor) or loss.ndim:
+        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else _short(loss)
+        raise ValueError(f"loss {request.loss!r} must return the mean loss as a scalar tensor. Got {got}.")
 
 
 def _train(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Tensor, targets: Tensor, request: Request) -> None:
-    """Some steps of AdamW, because curvature at initialisation says little."""
+    """Take some steps of AdamW: curvature at initialisation says little."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     generator = torch.Generator().manual_seed(request.seed)
     size = min(LARGEST_BATCH, len(inputs))
@@ -242,5 +331,13 @@ def _rows(matrix: BlockMean) -> list[Row]:
     return rows
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _without_nan(value: Any) -> Any:
+    """Nested lists and dicts with None for every number that is not finite."""
+    match value:
+        case dict():
+            return {key: _without_nan(item) for key, item in value.items()}
+        case list():
+            return [_without_nan(item) for item in value]
+        case float():
+            return value if math.isfinite(value) else None
+    return value

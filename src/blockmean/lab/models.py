@@ -1,4 +1,4 @@
-"""The networks of the experiments: the paper's two, and two with ReLU whose inputs are not centred."""
+"""The networks of the experiments: the paper's two, and two with ReLU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def convolutional(shape: tuple[int, int, int], depth: int, channels: int) -> nn.Sequential:
-    """The paper's models (Tables 1 and 2): four times `depth` 3×3 convolutions with tanh and a pooling, one linear."""
+    """The paper's models (Tables 1 and 2): four stages of `depth` 3×3 convolutions with tanh, pooling; one linear."""
     layers: list[nn.Module] = []
     before, height, width = shape
     for _ in range(4):

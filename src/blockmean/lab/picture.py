@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 
 class Picture(NamedTuple):
-    """A figure on disk, as `path`.svg and `path`.png, and what it shows."""
+    """A figure on disk, as `path`.svg and `path`.png, and its caption."""
 
     path: Path
     caption: str
@@ -30,7 +30,7 @@ def save(figure: Figure, path: Path, caption: str = "") -> Picture:
     """Write a figure as `path`.svg and `path`.png, the same bytes for the same figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = Picture(path, caption)
-    # matplotlib puts the date and random identifiers into an SVG unless told otherwise.
+    # matplotlib puts the date and random identifiers into an SVG by default.
     with matplotlib.rc_context({"svg.hashsalt": path.name}):
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None}, dpi=200)
@@ -40,5 +40,5 @@ def save(figure: Figure, path: Path, caption: str = "") -> Picture:
 
 
 def _rounded(path: re.Match[str]) -> str:
-    """The coordinates of a path to a hundredth of a point, where matplotlib writes a millionth."""
+    """The coordinates of a path to a hundredth of a point; matplotlib writes a millionth."""
     return re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", path[0])

@@ -1,6 +1,6 @@
-"""The report: one page that opens from disk, the verdicts first, then part by part what they rest on.
+"""The report: one HTML page with the verdicts first, then the evidence part by part.
 
-The page is built as a tree of elements, so that no text can be left unescaped, and needs no script and no other file.
+The page is a tree of elements, so no text can be left unescaped. It needs no script and no other file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xml.etree.ElementTree import Element
 from blockmean import __version__
 from blockmean.lab.environment import environment
 from blockmean.lab.paper import PARTS
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.picture import Picture
 
@@ -26,14 +26,14 @@ TITLE = "Block Mean Approximation, reproduced"
 PAPER = "Block Mean Approximation for Efficient Second Order Optimization"
 SIGNS = {Verdict.HOLDS: "✓", Verdict.FAILS: "✗", Verdict.NOISE: "≈", Verdict.UNKNOWN: "–"}
 LARGEST_SVG = 2_000_000
-"""Bytes above which a figure is taken as PNG: a matrix drawn cell by cell can take more than all the rest."""
+"""A larger SVG, in bytes, gives way to the PNG: a matrix drawn cell by cell can outweigh the rest of the page."""
 NOTHING_FROM_OUTSIDE = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 NUMBER = r"[-+−±≈<>]?\s*\d"
 INLINE = {"a", "cite", "code", "span", "strong"}
 
 
 class Part(NamedTuple):
-    """One part of the paper; `missing` says why it could not be made."""
+    """One part of the paper; `missing` gives the reason if it could not be made."""
 
     name: str
     title: str
@@ -51,17 +51,17 @@ class Part(NamedTuple):
 
 def write_report(
     outcomes: Mapping[str, Outcome],
-    setting: Setting,
+    config: ReportConfig,
     path: Path,
     missing: Mapping[str, str] = {},
     titles: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write what was found into one HTML file.
+    """Write all findings into one HTML file.
 
     Args:
-        outcomes: what each part found.
+        outcomes: the findings of each part.
         missing: the parts that could not be made, with the reason.
-        titles: the parts in their order, with headings; by default the first line of the file that makes each.
+        titles: headings of the parts, in order; by default the first line of each part's module docstring.
     """
     titles = _titles() if titles is None else titles
     names = sorted({**outcomes, **missing}, key=[*titles, *outcomes, *missing].index)
@@ -75,8 +75,8 @@ def write_report(
         _element("title", TITLE),
         _element("style", Path(__file__).with_name("report.css").read_text(encoding="utf-8")),
     )
-    main = _element("main", _verdicts(parts), *map(_part, parts), _settings(setting), _environment(machine))
-    body = _element("body", _header(parts, titles, setting, machine), main)
+    main = _element("main", _verdicts(parts), *map(_part, parts), _settings(config), _environment(machine))
+    body = _element("body", _header(parts, titles, config, machine), main)
     page = ET.tostring(_element("html", head, body, lang="en"), encoding="unicode", method="html")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"<!DOCTYPE html>\n{page}", encoding="utf-8")
@@ -88,15 +88,15 @@ def _titles() -> dict[str, str]:
     return {name: text.partition("\n")[0].removesuffix(".") for name, text in files.items()}
 
 
-def _header(parts: list[Part], titles: Mapping[str, str], setting: Setting, machine: Mapping[str, str]) -> Element:
-    """What this page is, and in short what came out."""
+def _header(parts: list[Part], titles: Mapping[str, str], config: ReportConfig, machine: Mapping[str, str]) -> Element:
+    """What this page is, and a summary of the verdicts."""
     claims = [claim for part in parts for claim in part.outcome.claims]
     exact, findings = ([claim for claim in claims if claim.exact == kind] for kind in (True, False))
-    summary: list[Element | str] = ["What became of the claims of ", _element("cite", PAPER)]
-    summary += [f" by Lu, Harandi, Hartley and Pascanu, checked with the {setting.profile} profile."]
-    if setting.profile != "paper":
+    summary: list[Element | str] = ["The claims of ", _element("cite", PAPER)]
+    summary += [f" by Lu, Harandi, Hartley and Pascanu, checked with the {config.profile} profile."]
+    if config.profile != "paper":
         command = "`blockmean reproduce --profile paper --data-dir …`"
-        summary += _text(f" The full study, on MNIST and CIFAR-10 and with more seeds, is made by {command}.")
+        summary += _text(f" For the full study, on MNIST and CIFAR-10 with more seeds, run {command}.")
     counts = [
         _element("li", _element("strong", f"{len(found)} {kind} "), *_counts(found))
         for kind, found in (("exact claims", exact), ("findings", findings))
@@ -104,13 +104,13 @@ def _header(parts: list[Part], titles: Mapping[str, str], setting: Setting, mach
     ]
     absent = [name for name in titles if name not in {part.name for part in parts}]
     if absent:
-        told = f"{', '.join(absent)}; `blockmean report` makes the whole page."
-        counts.append(_element("li", _element("strong", "Not asked for: "), *_text(told)))
+        advice = f"{', '.join(absent)}; `blockmean report` makes the whole page."
+        counts.append(_element("li", _element("strong", "Not asked for: "), *_text(advice)))
     missing = [part for part in parts if part.missing is not None]
     if missing:
         counts.append(_element("li", _element("strong", "Could not be made: "), *_joined(map(_link, missing))))
     wrong = any(claim.verdict is Verdict.FAILS for claim in exact)
-    alarm = "✗ An exact claim does not hold. That is no finding: the software is wrong, trust no number on this page."
+    alarm = "✗ An exact claim does not hold. This is no finding: the software is wrong, trust no number on this page."
     contents = [_element("li", _element("a", "Verdicts", href="#verdicts"))]
     contents += [_element("li", _link(part)) for part in parts]
     contents += [_element("li", _element("a", word, href=f"#{word.lower()}")) for word in ("Settings", "Environment")]
@@ -133,7 +133,7 @@ def _counts(claims: Iterable[Claim]) -> list[Element | str]:
 
 
 def _badge(verdict: Verdict, after: str = "") -> Element:
-    """A verdict as a sign and in words, so that its colour may be overlooked."""
+    """A verdict as a sign and in words, for readers who do not see its colour."""
     return _element("span", f"{SIGNS[verdict]} {verdict}{after}", class_=f"verdict {verdict.name.lower()}")
 
 
@@ -151,7 +151,7 @@ def _verdicts(parts: list[Part]) -> Element:
         _element(
             "p",
             "An exact claim is mathematics: if one does not hold, the software is wrong. A finding is a measurement "
-            "and may come out either way; it is within noise where the measurement cannot tell which.",
+            "and may go either way; it is within noise if the measurement cannot tell which.",
         ),
         _element("table", _element("thead", _element("tr", *header)), *groups, class_="claims"),
         id="verdicts",
@@ -177,13 +177,17 @@ def _group(part: Part) -> Element:
 
 
 def _part(part: Part) -> Element:
-    """The figures, tables and notes that the verdicts of one part rest on."""
+    """The figures, tables and notes behind the verdicts of one part."""
     section = _element("section", _element("h2", part.title), id=part.anchor)
     if part.missing is not None:
         section.append(_element("p", "This part could not be made: ", *_text(part.missing), class_="notice unknown"))
     if part.outcome.claims:
         back = _element("a", "Verdicts", href=f"#{part.verdicts_anchor}")
         section.append(_element("p", back, ": ", *_counts(part.outcome.claims)))
+    if part.outcome.unusable:
+        problems = [_element("li", *_text(problem)) for problem in part.outcome.unusable]
+        heading = _element("p", "Records that cannot be used, and count as missing:")
+        section.append(_element("div", heading, _element("ul", *problems), class_="notice fails"))
     section.extend(_figure(picture, part.title) for picture in part.outcome.pictures)
     section.extend(_table(table) for table in part.outcome.tables)
     if part.outcome.notes:
@@ -193,7 +197,7 @@ def _part(part: Part) -> Element:
 
 
 def _figure(picture: Picture, title: str) -> Element:
-    """A picture inside the page: as an image, because matplotlib's identifiers repeat and its letters are outlines."""
+    """A picture as an image element: matplotlib repeats identifiers across files, so its SVGs cannot share a page."""
     file = picture.svg if picture.svg.stat().st_size <= LARGEST_SVG else picture.png
     kind = "svg+xml" if file == picture.svg else "png"
     data = base64.b64encode(file.read_bytes()).decode()
@@ -204,7 +208,7 @@ def _figure(picture: Picture, title: str) -> Element:
 
 
 def _table(table: Table) -> Element:
-    """A table under its title; columns of numbers are aligned to the right."""
+    """A table under its title; columns of numbers are right-aligned."""
     columns = list(zip(table.header, *table.rows, strict=True))
     classes = ["number" if any(re.match(NUMBER, cell) for cell in column[1:]) else "words" for column in columns]
     header = [_element("th", *_text(t), scope="col", class_=c) for t, c in zip(table.header, classes, strict=True)]
@@ -221,15 +225,15 @@ def _table(table: Table) -> Element:
     return _element("figure", _element("figcaption", *_text(table.title)), box)
 
 
-def _settings(setting: Setting) -> Element:
+def _settings(config: ReportConfig) -> Element:
     given = {
-        "profile": setting.profile,
-        "seeds": "those of the profile" if setting.seeds is None else setting.seeds,
-        "epochs": "those of the profile" if setting.epochs is None else setting.epochs,
-        "data folder": setting.data_dir or "none given",
-        "records": setting.records,
-        "published records": setting.published or "none",
-        "pictures": setting.out,
+        "profile": config.profile,
+        "seeds": "those of the profile" if config.seeds is None else config.seeds,
+        "epochs": "those of the profile" if config.epochs is None else config.epochs,
+        "data folder": config.data_dir or "none given",
+        "records": config.records,
+        "published records": config.published or "none",
+        "pictures": config.out,
     }
     rows = [
         [
@@ -238,15 +242,15 @@ def _settings(setting: Setting) -> Element:
             f"{len(study.rates)} × {len(study.tuning.seeds)} × {study.tuning.epochs}",
             f"{len(study.final.seeds)} × {study.final.epochs}",
         ]
-        for study in studies(setting.profile, setting.seeds, setting.epochs)
+        for study in studies(config.profile, config.seeds, config.epochs)
     ]
-    header = ["study", "optimizers", "tuning: rates × seeds × epochs", "then: seeds × epochs"]
-    protocol = Table("The studies of this profile, for each optimizer the same", header, rows)
+    header = ["study", "optimizers", "tuning: rates × seeds × epochs", "final runs: seeds × epochs"]
+    protocol = Table("The studies of this profile; every optimizer gets the same", header, rows)
     return _element("section", _element("h2", "Settings"), _list(given), _table(protocol), id="settings")
 
 
 def _environment(machine: Mapping[str, str]) -> Element:
-    where = _element("p", "Where this page was written. Every record names the machine on which it was measured.")
+    where = _element("p", "The machine that wrote this page. Every record names the machine on which it was measured.")
     return _element("section", _element("h2", "Environment"), where, _list(machine), id="environment")
 
 
@@ -261,7 +265,7 @@ def _text(text: str) -> list[Element | str]:
 
 
 def _code(text: str) -> Element:
-    """Code word by word: a browser would break lines after the dashes of an option."""
+    """Code, word by word: otherwise a browser breaks lines after the dashes of an option."""
     return _element("code", *_joined((_element("span", word) for word in text.split()), " "))
 
 

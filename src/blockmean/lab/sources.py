@@ -1,4 +1,4 @@
-"""The published files of MNIST and CIFAR-10: where they are, what is in them, and reading them, every byte checked."""
+"""The published files of MNIST and CIFAR-10: their format, where to find them, and reading them with checksums."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ class DamagedData(ValueError):
 
 
 class Stream(Protocol):
-    """What can be read from, packed or not."""
+    """Anything that can be read from, compressed or not."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 @dataclass(frozen=True)
 class File:
-    """Unsigned bytes of a shape behind a header, with the label of each row, where it has one, in front."""
+    """A header, then unsigned bytes of a shape; in a labelled file each row starts with its label."""
 
     header: bytes
     shape: tuple[int, ...]
     labelled: bool
-    md5: str  # of what is inside: a file that is unpacked, or packed anew, is as good as the published one
+    md5: str  # of the uncompressed content: it does not matter how the file is packed
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set as it is published."""
+    """A data set as published."""
 
     name: str
     files: Mapping[str, File]
-    published: Mapping[str, str]  # what there is to download, and its md5
+    published: Mapping[str, str]  # the files to download, and their md5
     mirrors: tuple[str, ...]
-    archive: str | None = None  # the one of `published` that holds all files,
-    folder: str = ""  # in this folder
+    archive: str | None = None  # the one of `published` that contains all files
+    folder: str = ""  # their folder inside the archive
 
 
 def idx(shape: tuple[int, ...], md5: str) -> File:
@@ -99,9 +99,9 @@ SOURCES = {source.name: source for source in (MNIST, CIFAR10)}
 
 
 def find(source: Source, folder: Path) -> tuple[list[Path], list[str]]:
-    """The paths that hold the files of a source, unpacked before packed ones, and the names of those that are not here.
+    """The paths that hold the files of a source (unpacked ones preferred), and the names of the missing files.
 
-    They may lie in the folder itself or in its subfolder with the name of the data set.
+    They may be in the folder itself or in its subfolder with the name of the data set.
     """
     places = (folder / source.name, folder)
     unpacked = [inner for place in places for inner in (place / source.folder, place)]
@@ -115,7 +115,7 @@ def find(source: Source, folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def read(source: Source, paths: list[Path]) -> dict[str, Tensor]:
-    """The bytes of each file, by its name; nothing is written, and a file that is not the published one is refused."""
+    """The bytes of each file, by name; DamagedData if a file is not the published one. Nothing is written."""
     contents = {}
     for path in paths:
         try:
@@ -130,7 +130,7 @@ def read(source: Source, paths: list[Path]) -> dict[str, Tensor]:
 
 
 def _open(source: Source, path: Path) -> Iterator[tuple[str, str, Stream]]:
-    """Each file that a path holds, as its name, its place in words, and a stream."""
+    """Each file in a path: its name, its location for messages, and a stream."""
     if path.name != source.archive:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             yield path.name.removesuffix(".gz"), str(path), stream
@@ -140,17 +140,17 @@ def _open(source: Source, path: Path) -> Iterator[tuple[str, str, Stream]]:
             inside = PurePosixPath(member.name)
             if inside.parent != PurePosixPath(source.folder) or inside.name not in source.files:
                 continue
-            content = archive.extractfile(member) if member.isreg() else None  # a link could lead anywhere
+            content = archive.extractfile(member) if member.isreg() else None  # a link could point anywhere
             if content is not None:
                 yield inside.name, f"{member.name} in {path}", content
 
 
 def _decode(file: File, where: str, stream: Stream) -> Tensor:
-    """The bytes behind the header, once everything about them is as expected."""
+    """The bytes after the header, if everything about them is as expected."""
     size = len(file.header) + math.prod(file.shape)
-    raw = bytearray(stream.read(size + 1))  # no more, whatever a packed file may unfold into
+    raw = bytearray(stream.read(size + 1))  # no more, however much a compressed file expands to
     if not raw.startswith(file.header):
-        raise DamagedData(f"{where} {_announced(raw)} instead of unsigned bytes of shape {list(file.shape)}")
+        raise DamagedData(f"{where} {_describe_header(raw)} instead of unsigned bytes of shape {list(file.shape)}")
     if len(raw) != size:
         found = f"only {len(raw)}" if len(raw) < size else f"more than {size}"
         raise DamagedData(f"{where} has {found} bytes instead of {size}")
@@ -169,8 +169,8 @@ def _decode(file: File, where: str, stream: Stream) -> Tensor:
     return values
 
 
-def _announced(raw: bytes | bytearray) -> str:
-    """What a file says about itself where another header was expected."""
+def _describe_header(raw: bytes | bytearray) -> str:
+    """What the header of a file says, for a message about a wrong one."""
     dimensions = raw[3] if raw[:3] == b"\x00\x00\x08" and len(raw) > 3 else 0
     if not 1 <= dimensions <= 4 or len(raw) < 4 + 4 * dimensions:
         return f"starts with {bytes(raw[:4])!r}, which no idx file does,"

@@ -1,4 +1,4 @@
-"""A fair comparison: every arm gets the same learning rates and seeds to choose among, the best meets fresh seeds."""
+"""A fair comparison: every arm is tuned over the same rates and seeds, and its best rate runs with fresh seeds."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any, NamedTuple
 
 from scipy.stats import t as student
 
-from blockmean.lab.records import read, run_all
-from blockmean.lab.train import Record, Spec, steps_per_epoch
+from blockmean.lab.records import UnusableRecord, read_strictly, run_all
+from blockmean.lab.spec import RunSpec
+from blockmean.lab.train import Record, steps_per_epoch
 
 
 class Stage(NamedTuple):
-    """So many epochs with each of these seeds."""
+    """A number of epochs with each of these seeds."""
 
     seeds: tuple[int, ...]
     epochs: int
 
 
 class Findings(NamedTuple):
-    """What is known of a study."""
+    """What the records of a study say."""
 
     tuned: dict[str, dict[float, float]]
     """Per arm and rate the mean training loss of the last epoch, infinite where a run diverged."""
@@ -33,6 +34,10 @@ class Findings(NamedTuple):
     """Per arm the records of its best rate with the fresh seeds, in their order."""
     every: list[Record]
     """All records of the study."""
+    started: dict[str, int]
+    """The arms that have any record, usable or not, with the number of their usable tuning runs."""
+    unusable: list[str]
+    """One sentence for each record that cannot be used; it counts as missing."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +55,22 @@ class Study:
     flip: bool = False
     inputs: str = "normalised"
 
-    def specs(self, arm: str, rates: Sequence[float], stage: Stage) -> list[Spec]:
+    def specs(self, arm: str, rates: Sequence[float], stage: Stage) -> list[RunSpec]:
         """Every rate with every seed of a stage."""
         steps = stage.epochs * steps_per_epoch(self.dataset, self.batch)
         task: dict[str, Any] = {"dataset": self.dataset, "model": self.model, "steps": steps, "inputs": self.inputs}
         return [
-            Spec(**task, **self.arms[arm], batch=self.batch, flip=self.flip, lr=rate, seed=seed)
+            RunSpec(**task, **self.arms[arm], batch=self.batch, flip=self.flip, lr=rate, seed=seed)
             for rate in rates
             for seed in stage.seeds
         ]
 
-    def tuning_specs(self) -> list[Spec]:
+    def tuning_specs(self) -> list[RunSpec]:
         """The runs among which the learning rates are chosen."""
         return [spec for arm in self.arms for spec in self.specs(arm, self.rates, self.tuning)]
 
     def findings(self, folder: Path) -> Findings:
-        """What the records in a folder say, as far as they are there.
+        """What the records in a folder say.
 
         An arm that misses a tuning run has no best rate yet: the best of some is not the best of all. Nor has one that
         diverges with every rate.
@@ -73,17 +78,24 @@ class Study:
         tuned: dict[str, dict[float, float]] = {}
         results: dict[str, list[Record]] = {}
         every: list[Record] = []
+        started: dict[str, int] = {}
+        unusable: list[str] = []
         for arm in self.arms:
-            runs = {rate: found(folder, self.specs(arm, [rate], self.tuning)) for rate in self.rates}
-            every += [record for records in runs.values() for record in records]
+            known = len(unusable)
+            runs = {rate: _read(folder, self.specs(arm, [rate], self.tuning), unusable) for rate in self.rates}
+            tuning = [record for records in runs.values() for record in records]
+            every += tuning
+            if tuning or len(unusable) > known:
+                started[arm] = len(tuning)
             if all(len(records) == len(self.tuning.seeds) for records in runs.values()):
                 tuned[arm] = {rate: statistics.mean(map(last_loss, records)) for rate, records in runs.items()}
         best = {arm: min(losses, key=losses.__getitem__) for arm, losses in tuned.items()}
         best = {arm: rate for arm, rate in best.items() if math.isfinite(tuned[arm][rate])}
         for arm, rate in best.items():
-            results[arm] = found(folder, self.specs(arm, [rate], self.final))
+            results[arm] = _read(folder, self.specs(arm, [rate], self.final), unusable)
             every += results[arm]
-        return Findings(tuned, best, {arm: records for arm, records in results.items() if records}, every)
+        results = {arm: records for arm, records in results.items() if records}
+        return Findings(tuned, best, results, every, started, unusable)
 
     def is_complete(self, folder: Path) -> bool:
         """Whether every run has a record."""
@@ -103,20 +115,28 @@ class Study:
         tuning = self.tuning_specs()
         for _ in run_all(tuning, folder, data_dir, jobs, on_steps):
             pass
-        behind = sum(spec.steps for spec in tuning)
+        done = sum(spec.steps for spec in tuning)
         best = self.findings(folder).best
         final = [spec for arm, rate in best.items() for spec in self.specs(arm, [rate], self.final)]
-        for _ in run_all(final, folder, data_dir, jobs, lambda steps: on_steps(behind + steps)):
+        for _ in run_all(final, folder, data_dir, jobs, lambda steps: on_steps(done + steps)):
             pass
 
 
-def found(folder: Path, specs: Sequence[Spec]) -> list[Record]:
-    """The records of those specs that have one."""
-    return [record for record in (read(folder, spec) for spec in specs) if record is not None]
+def _read(folder: Path, specs: Sequence[RunSpec], unusable: list[str]) -> list[Record]:
+    """The usable records among those of the specs; what is wrong with the others goes to `unusable`."""
+    records = []
+    for spec in specs:
+        try:
+            record = read_strictly(folder, spec)
+        except UnusableRecord as error:
+            unusable.append(str(error))
+        else:
+            records += [] if record is None else [record]
+    return records
 
 
 def last_loss(record: Record) -> float:
-    """Mean training loss of the last epoch, over its batches as they came; infinite for a run that diverged."""
+    """Mean training loss over the batches of the last epoch; infinite for a run that diverged."""
     return math.inf if record["diverged_at"] is not None else float(record["epochs"][-1]["train_loss"])
 
 
@@ -127,7 +147,7 @@ class Interval(NamedTuple):
     half_width: float
 
     def __str__(self) -> str:
-        # Two digits of the half width, and the mean as far as these; rounding errors are not worth showing.
+        # Two digits of the half width, and as many decimals of the mean; five at most, the rest is rounding.
         decimals = min(max(0, 1 - math.floor(math.log10(max(self.half_width, 1e-5)))), 5)
         return f"{self.mean:+.{decimals}f} ± {self.half_width:.{decimals}f}".replace("-", "−")
 

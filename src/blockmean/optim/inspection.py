@@ -76,7 +76,8 @@ class BlockStatistics:
         rows = [("block", "entries", "A_ii", "kept of the common step")]
         for i in order:
             kept = "-"
-            if self.common is not None and self.change is not None and self.common[i] != 0:
+            # A block whose own part is smaller than what others add to it keeps no share worth naming.
+            if self.common is not None and self.change is not None and self.change[i].abs() <= self.common[i].abs() > 0:
                 kept = f"{float(1 + self.change[i] / self.common[i]):.0%}"
             rows.append((self.names[i], f"{int(self.sizes[i]):,}", f"{float(self.diagonal[i]):.2f}", kept))
         width = [max(len(row[column]) for row in rows) for column in range(4)]

@@ -7,7 +7,7 @@ from blockmean.lab.paper.fig2 import fig2
 from blockmean.lab.paper.fig3 import fig3
 from blockmean.lab.paper.fig4 import fig4
 from blockmean.lab.paper.fig5 import fig5
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
 from blockmean.lab.paper.table1 import table1
 from blockmean.lab.paper.table2 import table2
 from blockmean.lab.paper.table3 import table3
@@ -15,7 +15,7 @@ from blockmean.lab.paper.table4 import table4
 from blockmean.lab.paper.theorems import theorems
 from blockmean.lab.picture import Picture
 
-PARTS: dict[str, Callable[[Setting], Outcome]] = {
+PARTS: dict[str, Callable[[ReportConfig], Outcome]] = {
     "theorems": theorems,
     "fig1": fig1,
     "fig2": fig2,
@@ -29,4 +29,4 @@ PARTS: dict[str, Callable[[Setting], Outcome]] = {
 }
 """Every part that can be reproduced, in the paper's order."""
 
-__all__ = ["PARTS", "Claim", "Outcome", "Picture", "Setting", "Table", "Verdict"]
+__all__ = ["PARTS", "Claim", "Outcome", "Picture", "ReportConfig", "Table", "Verdict"]

@@ -1,4 +1,4 @@
-"""A network of the paper, layer by layer, as its modules are and as a real forward pass goes through them."""
+"""A network of the paper, layer by layer, as found by a forward pass."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ NOT_LISTED = (nn.Tanh, nn.Flatten)
 class Layer(NamedTuple):
     """One step of a forward pass."""
 
-    name: str  # in the paper's words
-    after: str  # what follows without a row of its own
+    name: str  # as the paper writes it
+    after: str  # the modules that follow without a row of their own
     output: str
     parameters: int
 
 
 def layers(model: nn.Sequential, shape: tuple[int, int, int]) -> list[Layer]:
-    """Every module in the order of a forward pass on one image, and the softmax that the loss applies."""
+    """Every module in the order of the forward pass, and the softmax inside the loss."""
     found: list[Layer] = []
     x = torch.zeros(1, *shape)
     with torch.no_grad():
@@ -40,7 +40,7 @@ def layers(model: nn.Sequential, shape: tuple[int, int, int]) -> list[Layer]:
 
 
 def architecture(number: int, name: str, printed: list[str]) -> Outcome:
-    """Table `number` of the paper: the rows it prints beside the layers of the model of that name."""
+    """Table `number` of the paper: its rows, and the layers of the model of that name."""
     walks = {dataset: layers(MODELS[name](shape), shape) for dataset, shape in SHAPES.items()}
     names = {dataset: [layer.name for layer in walk] for dataset, walk in walks.items()}
     equal = all(found == printed for found in names.values())
@@ -69,7 +69,7 @@ def architecture(number: int, name: str, printed: list[str]) -> Outcome:
         Verdict.of(equal),
         exact=True,
     )
-    note = "The tanh after each convolution is in the paper's text, the softmax in the loss function that is trained."
+    note = "The tanh after each convolution is in the paper's text; the softmax is part of the loss function."
     return Outcome([claim], tables=[table], notes=[note])
 
 

@@ -1,4 +1,4 @@
-"""Figure 1: what the dependency of two parameters does to gradient descent, and to methods that see it."""
+"""Figure 1: what the dependency of two parameters does to gradient descent, and to methods that exploit it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from blockmean import AdaGradBMA, AdaGradFull
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
 from blockmean.lab.paper.protocol import RATES
 from blockmean.lab.picture import save
 
 Q = torch.tensor([[1.0, -0.8], [-0.8, 1.0]], dtype=torch.float64)
 WORST = torch.tensor([2.5, 2.0], dtype=torch.float64)
-"""A point that gradient descent leaves most slowly: its parts along the eigenvectors are as 1/λ₁ to 1/λ₂."""
+"""The slowest start for gradient descent: its components along the eigenvectors are as 1/λ₁ to 1/λ₂."""
 STEPS = 20
 STARTS = 8
-"""Points on half a circle around the minimum, off the axes of f; the other half would say the same."""
+"""Points on half a circle around the minimum, off the axes of f; the other half gives the same by symmetry."""
 FINE_RATES = tuple(2 ** (k / 2) for k in range(-2, 8))
 
 Loss = Callable[[Tensor], Tensor]
@@ -55,8 +55,8 @@ class Path(NamedTuple):
     rate: float = 1.0
 
 
-def fig1(setting: Setting) -> Outcome:
-    """Gradient descent zig-zags on the paper's quadratic, takes one step once it is reparametrised; AdaGrad on it."""
+def fig1(config: ReportConfig) -> Outcome:
+    """Gradient descent zig-zags on the paper's quadratic, and takes one step once reparametrised; AdaGrad on it."""
     eigenvalues, U = torch.linalg.eigh(Q)
     U = U * (U.mT @ WORST).sign()  # eigenvectors have no sign of their own
     T = eigenvalues.sqrt().diag() @ U.mT  # ξ = Tθ makes ½ θᵀQθ into ½ ξᵀξ
@@ -77,7 +77,7 @@ def fig1(setting: Setting) -> Outcome:
     caption = (
         "f(θ) = ½ θᵀQθ, Q = [[1, −.8], [−.8, 1]], from the worst starting point. (a) Gradient descent with exact line "
         "search, and Newton's method. (b) Gradient descent in ξ = Λ^½Uᵀθ. (c) AdaGrad with the diagonal, the full and "
-        "the block mean matrix. (d) What is left of f after each step; a point at the foot is 0 up to rounding."
+        "the block mean matrix. (d) What is left of f after each step; a point at the bottom is 0 up to rounding."
     )
 
     rate = float(((eigenvalues[1] - eigenvalues[0]) / eigenvalues.sum()) ** 2)
@@ -100,14 +100,14 @@ def fig1(setting: Setting) -> Outcome:
         ),
         Claim(
             "§2: algorithms that exploit the dependency can prevail over those that do not",
-            f"less of f left than with AdaGrad-diag after {STEPS} steps, from so many of {STARTS} starts on a circle: "
+            f"starts, out of {STARTS} on a circle, with less of f left than with AdaGrad-diag after {STEPS} steps: "
             + "; ".join(f"{name.removeprefix('AdaGrad-')}: {count}" for name, count in ahead.items()),
             Verdict.of(ahead["AdaGrad-full"] == STARTS),
         ),
     ]
     table = Table(
-        f"AdaGrad on the quadratic of Figure 1: what is left of f after {STEPS} steps from the point of the picture, "
-        f"and from how many of {STARTS} points on a circle it is less than with the diagonal method",
+        f"AdaGrad on the quadratic of Figure 1: the share of f left after {STEPS} steps from the start in the picture, "
+        f"and the number of starts, out of {STARTS} on a circle, from which it is less than with the diagonal method",
         ["method", "best η of the paper's five", "left", f"best η of {len(FINE_RATES)}", "left", "less than diag"],
         [
             [name, *_cells(adagrad[name]), *_cells(_best(make, FINE_RATES)), str(ahead.get(name, "–"))]
@@ -117,12 +117,12 @@ def fig1(setting: Setting) -> Outcome:
     notes = [
         "Each of the two parameters is a block of its own here, so the block mean leaves nothing out: AdaGrad-BMA and "
         "AdaGrad-full differ in that G⁻¹ is Z^-½ F^-½ Z^-½ in one and (ZFZ)^-½ in the other; and Algorithm 1 as "
-        "printed corrects by sums of the raw gradient, which “consistent” does not. Where nothing else is said, the "
+        "printed corrects by sums of the raw gradient, which “consistent” does not. Unless stated otherwise, the "
         "floor for eigenvalues is the library's, 0.1; the authors' is 10⁻¹⁰. From the circle every method takes the "
         "better of η = 1 and 0.1: with the paper's smaller rates the diagonal method does not get there in time.",
-        "The paper prints ξ = Λ^½Uθ for Q = UΛUᵀ. Λ^½Uᵀθ is meant, and is what is computed here.",
+        "The paper prints ξ = Λ^½Uθ for Q = UΛUᵀ. It means Λ^½Uᵀθ, which is computed here.",
     ]
-    return Outcome(claims, [save(figure, setting.out / "fig1", caption)], [table], notes)
+    return Outcome(claims, [save(figure, config.out / "fig1", caption)], [table], notes)
 
 
 def _quadratic(theta: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def _best(make: Maker, rates: Iterable[float], start: Tensor = WORST) -> Path:
 
 
 def _ahead() -> dict[str, int]:
-    """From how many starts each method leaves less of f than the diagonal one, each with the better of two rates."""
+    """The number of starts from which a method leaves less of f than the diagonal one, with the better of two rates."""
     angles = (torch.arange(STARTS, dtype=torch.float64) + 0.5) * torch.pi / STARTS
     starts = WORST.norm() * torch.stack([angles.cos(), angles.sin()], 1)
     left = {name: [float(_best(make, RATES[:2], start).left[-1]) for start in starts] for name, make in ADAGRAD.items()}
@@ -179,7 +179,7 @@ def _newton(loss: Loss, start: Tensor, steps: int, rate: float) -> list[Tensor]:
 
 
 def _newton_deviation(A: Tensor) -> float:
-    """How far Newton's steps on g(θ) = f(Aθ), mapped by A, are from those on f; f is no quadratic, η is ½."""
+    """The distance of Newton's steps on g(θ) = f(Aθ), mapped by A, from those on a non-quadratic f, with η = ½."""
 
     def loss(xi: Tensor) -> Tensor:
         return _quadratic(xi) + 0.25 * (xi**4).sum()
@@ -219,7 +219,7 @@ def _draw_paths(ax: Axes, loss: Loss, paths: dict[str, Path], symbol: str, title
 
 
 def _draw_values(ax: Axes, paths: dict[str, Path]) -> None:
-    """What is left of f against steps; what is below the floor stands on it."""
+    """What is left of f against steps; values below the floor are drawn on it."""
     floor = 1e-5
     for name, path in paths.items():
         ax.plot(path.left.clamp_min(floor).numpy(), label=name, clip_on=False, **_style(name))

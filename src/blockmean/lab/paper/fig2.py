@@ -6,12 +6,12 @@ import torch
 from matplotlib.figure import Figure
 
 from blockmean import BlockMean, Partition, plot
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Verdict
 from blockmean.lab.picture import save
 
 
-def fig2(setting: Setting) -> Outcome:
-    """Λ, Λ̄, B and B̄ for the partition vector s = (2, 5, 3), to one scale of cells and colours."""
+def fig2(config: ReportConfig) -> Outcome:
+    """Λ, Λ̄, B and B̄ for the partition vector s = (2, 5, 3), with the same size of cells and the same colours."""
     partition = Partition.from_sizes([2, 5, 3])
     lam = torch.tensor([0.5, -0.4, 1.0])
     B = torch.tensor([[0.8, -0.7, -0.3], [0.2, 0.5, 0.9], [-0.5, -1.0, 0.3]])
@@ -19,7 +19,7 @@ def fig2(setting: Setting) -> Outcome:
     full = BlockMean(partition, torch.zeros(3), B).to_dense()
 
     figure = Figure(figsize=(7.4, 2.7))
-    left = 0.2  # inches, as everything here: a cell is 0.2 wide in all four
+    left = 0.2  # all sizes are in inches; a cell is 0.2 wide in all four
     for matrix, name in ((torch.diag(lam), r"\Lambda"), (diagonal, r"\bar\Lambda"), (B, "B"), (full, r"\bar B")):
         width = 0.2 * len(matrix)
         ax = figure.add_axes((left / 7.4, (1.3 - width / 2) / 2.7, width / 7.4, width / 2.7))
@@ -38,4 +38,4 @@ def fig2(setting: Setting) -> Outcome:
         exact=True,
     )
     caption = "Expansion matrices of a diagonal matrix Λ and a full matrix B for the partition vector s = (2, 5, 3)."
-    return Outcome([claim], [save(figure, setting.out / "fig2", caption)])
+    return Outcome([claim], [save(figure, config.out / "fig2", caption)])

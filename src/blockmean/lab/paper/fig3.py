@@ -1,4 +1,4 @@
-"""Figure 3: a matrix and its block mean approximation, and beside it other approximations."""
+"""Figure 3: a matrix and its block mean approximation, compared with other approximations."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from blockmean import BlockMean, Partition, plot
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Verdict
 from blockmean.lab.paper.related_work import related_work
 from blockmean.lab.picture import save
 
 
-def fig3(setting: Setting) -> Outcome:
+def fig3(config: ReportConfig) -> Outcome:
     """A matrix and its block mean; error against storage of block mean, diagonal, block diagonal and low rank.
 
     The matrix holds the second moments of made-up gradients. Every gradient has one value per block, correlated between
@@ -50,6 +50,6 @@ def fig3(setting: Setting) -> Outcome:
         ),
     ]
     caption = f"A matrix, its block mean approximation ({L + L * L} numbers for {d * d:,}) and the difference."
-    beside = related_work(setting)
-    pictures = [save(figure, setting.out / "fig3", caption), *beside.pictures]
-    return Outcome([*claims, *beside.claims], pictures, beside.tables, beside.notes)
+    others = related_work(config)
+    pictures = [save(figure, config.out / "fig3", caption), *others.pictures]
+    return Outcome([*claims, *others.claims], pictures, others.tables, others.notes)

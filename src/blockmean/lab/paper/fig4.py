@@ -1,4 +1,4 @@
-"""Figure 4: the empirical Fisher matrix of the 322-parameter net and its block means with 10, 27 and 45 blocks."""
+"""Figure 4: the empirical Fisher of the 322-parameter network and its block means with 10, 27 and 45 blocks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from blockmean import BlockMean, Partition, plot
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
-from blockmean.lab.paper.small_fisher import CUTS, SAMPLES, TRAINED, correlations, small_fisher, untrained
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
+from blockmean.lab.paper.small_fisher import (
+    CUTS,
+    SAMPLES,
+    TRAINED,
+    correlations,
+    small_fisher,
+    untrained,
+    with_whole_biases,
+)
 from blockmean.lab.picture import save
 
 PAPER = (0.1036, 0.1024, 0.0998)
-"""The mean square errors that the paper prints."""
+"""The mean square errors in the paper."""
 
 
-def fig4(setting: Setting) -> Outcome:
-    """The empirical Fisher of the 322-parameter net with 10, 27 and 45 blocks, and how far each is from it."""
-    fisher = small_fisher(setting)
-    partitions = [Partition.of(_named(untrained()), by) for by in CUTS]
+def fig4(config: ReportConfig) -> Outcome:
+    """The empirical Fisher of the 322-parameter network with 10, 27 and 45 blocks, and the error of each."""
+    fisher = small_fisher(config)
+    partitions = [Partition.of(_named(untrained()), with_whole_biases(by)) for by in CUTS]
     counts = [p.num_blocks for p in partitions]
     shown = MAIN(fisher.trained)
     approximations = [BlockMean.fit(shown, p) for p in partitions]
@@ -32,12 +40,12 @@ def fig4(setting: Setting) -> Outcome:
     for letter, M, error in zip("bcd", approximations, errors, strict=True):
         panels.append((M, f"({letter}) {M.partition.num_blocks}×{M.partition.num_blocks} blocks, MSE {error:.4f}"))
     for i, (ax, (matrix, title)) in enumerate(zip(figure.subplots(2, 2).flat, panels, strict=True)):
-        # The first has the lines of the coarsest partition, to find one's way; colours are the same in all four.
+        # The first has the lines of the coarsest partition for orientation; colours are the same in all four.
         blocks = partitions[0] if i == 0 else None
         plot.blocks(matrix, blocks, ax=ax, title=title, vmax=0.5, colorbar=i % 2 == 1)
-        ax.images[0].set_interpolation("none")  # an SVG then has the cells as they are, in a quarter of the bytes
+        ax.images[0].set_interpolation("none")  # keeps the cells in an SVG as they are, in a quarter of the bytes
     figure.suptitle(r"empirical Fisher matrix as correlations $F_{ij}/\sqrt{F_{ii}F_{jj}}$")
-    data = "MNIST" if setting.profile == "paper" else "the embedded digits"
+    data = "MNIST" if config.profile == "paper" else "the embedded digits"
     caption = (
         f"Empirical Fisher matrix of the 322-parameter net on {SAMPLES:,} images of {data}, after {TRAINED} steps of "
         "AdaGrad, as correlations F_ij / √(F_ii F_jj), and its block means. Colours are cut off at ± 0.5."
@@ -67,7 +75,7 @@ def fig4(setting: Setting) -> Outcome:
             exact=True,
         ),
         Claim(
-            f"Figure 4: MSE {_list(PAPER)} (within 10%), normalised in a way that is not said",
+            f"Figure 4: MSE {_list(PAPER)} (within 10%), with a normalisation that the paper does not give",
             f"{_list(errors)} as correlations; nearest of all tried: {_list(tried[nearest])} ({', '.join(nearest)})",
             Verdict.of(main < math.log(1.1)),
         ),
@@ -81,20 +89,20 @@ def fig4(setting: Setting) -> Outcome:
     )
     notes = [
         "The paper says neither at which weights its matrix is taken, nor over how many images, nor how its values are "
-        "“normalized for better visualization”; an MSE depends on all of these. Correlations are what is shown here: "
-        "they have no free constant, and Z⁻¹HZ⁻¹ is the matrix that AdaGrad-BMA approximates by a block mean. The last "
+        "“normalized for better visualization”; an MSE depends on all of these. This figure shows correlations: they "
+        "have no free constant, and Z⁻¹HZ⁻¹ is the matrix that AdaGrad-BMA approximates by a block mean. The last "
         "column is the largest factor by which one of the three is off.",
     ]
-    return Outcome(claims, [save(figure, setting.out / "fig4", caption)], [table], notes)
+    return Outcome(claims, [save(figure, config.out / "fig4", caption)], [table], notes)
 
 
 def _clipped(F: Tensor, quantile: float) -> Tensor:
-    """Divided by a quantile of |F_ij|, and cut off at ± 1."""
+    """F divided by a quantile of |F_ij|, and cut off at ± 1."""
     return (F / F.abs().flatten().quantile(quantile)).clamp(-1, 1)
 
 
 def _decades(F: Tensor) -> Tensor:
-    """The magnitude on a logarithmic scale: 1 is the largest, 0 what is six decades below it, or further."""
+    """The magnitude on a logarithmic scale: 1 is the largest, 0 is six decades below it or less."""
     return (1 + (F.abs() / F.abs().max()).log10() / 6).clamp(0, 1)
 
 
@@ -123,7 +131,7 @@ def _errors(matrix: Tensor, partitions: list[Partition]) -> list[float]:
 
 
 def _distance(errors: list[float]) -> float:
-    """The largest |log| of the ratios to what the paper prints."""
+    """The largest |log| of the ratios to the paper's errors."""
     return max(abs(math.log(ours / theirs)) for ours, theirs in zip(errors, PAPER, strict=True))
 
 

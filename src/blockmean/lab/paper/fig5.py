@@ -1,4 +1,4 @@
-"""Figure 5: training loss and test error of AdaGrad and its approximations, from records alone."""
+"""Figure 5: training loss and test error of AdaGrad and its approximations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
 from blockmean.lab.paper.protocol import OWN_ARMS, SMALL_ARMS, studies
 from blockmean.lab.picture import Picture, save
 from blockmean.lab.study import Findings, Study, differences, interval, last_loss
@@ -44,11 +44,12 @@ AUTHORS = {
 # And where they begin: the training loss of the first epoch.
 AUTHORS_FIRST = {"cifar10-small": {"diag": 910, "BMA": 857, "full": 840}}
 
+DIFFERENCE = "difference from diag"
 CHANCE = math.log(10)
 """The loss of a network that gives every class the same probability."""
 
 
-class Found(NamedTuple):
+class StudyResult(NamedTuple):
     """A study and what its records say."""
 
     study: Study
@@ -69,7 +70,7 @@ class Found(NamedTuple):
         return steps_per_epoch(self.study.dataset, self.study.batch)
 
     def loss(self, record: Record) -> float:
-        """Last training loss, summed over the batches of the epoch as the authors plot it; infinite if it diverged."""
+        """Last training loss, summed over the batches of the epoch as the authors do; infinite if it diverged."""
         return last_loss(record) * self.batches
 
 
@@ -78,51 +79,54 @@ def error(record: Record) -> float:
     return math.inf if _diverged(record) else float(record["test_error"])
 
 
-def fig5(setting: Setting) -> Outcome:
+def fig5(config: ReportConfig) -> Outcome:
     """Training loss and test error per epoch: AdaGrad diagonal, block mean and full, and the project's own forms."""
-    found = find(setting)
+    found = find(config)
     ready = [one for one in found if one.results]
-    pictures = [draw(ready, set(SMALL_ARMS), setting.out / "fig5")] if ready else []
+    started = [one for one in found if one.findings.started]
+    pictures = [draw(ready, set(SMALL_ARMS), config.out / "fig5")] if ready else []
     own = [one for one in ready if one.results.keys() & OWN_ARMS.keys()]
     if own:
-        pictures.append(draw(own, {"diag", *OWN_ARMS}, setting.out / "fig5-own"))
+        pictures.append(draw(own, {"diag", *OWN_ARMS}, config.out / "fig5-own"))
     notes = [
-        "Each optimizer takes the learning rate out of 1, 0.1 … 0.0001 that gives the smallest training loss in a few "
-        "short runs, and then runs with fresh seeds. Equal seeds mean equal initial weights and equal batches, so that "
+        "For each optimizer, short runs choose the learning rate out of 1, 0.1 … 0.0001 with the smallest training "
+        "loss; that rate then runs with fresh seeds. Equal seeds mean equal initial weights and equal batches, so "
         "differences are taken seed by seed; ± is a 95% interval.",
         "“BMA” is Algorithm 1 as printed, with the authors' floor for eigenvalues; “consistent” and “weighted” are the "
-        "other two variants with the library's defaults, all with one block per tensor.",
-        "A run is stuck where its loss at the end is that of guessing, ln 10: its output no longer depends on the "
-        "image. It counts in all numbers, but is not drawn. One that diverged counts as infinitely "
-        "bad. There is a verdict where all runs of the compared optimizers are there. “edge” marks a rate "
-        "that is the largest or smallest tried: a better one may lie beyond.",
+        "other two variants with the library's defaults. All have one block per tensor.",
+        "A run is stuck if its final loss is that of guessing, ln 10: its output no longer depends on the image. It "
+        "counts in all numbers, but is not drawn. A run that diverged counts as infinitely bad. There is no verdict "
+        "until all runs of the compared optimizers are there. “edge” marks a rate that is the largest or smallest "
+        "tried: a better one may lie beyond.",
     ]
     if any(one.published for one in ready):
         notes.append(
-            "Panels marked “published records” were not run now: they are drawn from the records that come with the "
-            "project. `blockmean reproduce --profile paper --data-dir …` makes them anew."
+            "Panels marked “published records” were not run now: they show the records that come with the project. "
+            "`blockmean reproduce --profile paper --data-dir …` makes these runs on your machine."
         )
-    missing = [name for name in [one.study.name for one in found] + PANELS if name not in {o.study.name for o in ready}]
+    names = dict.fromkeys([one.study.name for one in found] + PANELS)
+    missing = [name for name in names if name not in {one.study.name for one in started}]
     if missing:
-        notes.append(f"There are no records here of {', '.join(dict.fromkeys(missing))}.")
-    notes += map(_made_by, ready)
-    tables = [table for one in ready for table in (_results(one), *_beginnings(one), _rates(one))]
-    return Outcome([claim for one in found for claim in _claims(one)], pictures, tables, notes)
+        notes.append(f"There are no records here of {', '.join(missing)}.")
+    notes += [_provenance(one) for one in started if one.findings.every]
+    tables = [table for one in started for table in (_results(one), *_first_epochs(one), *_rates(one))]
+    unusable = [problem for one in found for problem in one.findings.unusable]
+    return Outcome([claim for one in found for claim in _claims(one)], pictures, tables, notes, unusable)
 
 
-def find(setting: Setting) -> list[Found]:
+def find(config: ReportConfig) -> list[StudyResult]:
     """The studies of this profile, and those others of the paper that have published records."""
-    own = studies(setting.profile, setting.seeds, setting.epochs)
-    found = [Found(study, study.findings(setting.records / study.name), published=False) for study in own]
-    if setting.published is not None:
+    own = studies(config.profile, config.seeds, config.epochs)
+    found = [StudyResult(study, study.findings(config.records / study.name), published=False) for study in own]
+    if config.published is not None:
         others = [study for study in studies("paper") if study.name not in {one.name for one in own}]
-        read = [Found(study, study.findings(setting.published / study.name), published=True) for study in others]
-        found += [one for one in read if one.results]
+        read = [StudyResult(study, study.findings(config.published / study.name), published=True) for study in others]
+        found += [one for one in read if one.findings.started]
     order = [study.name for study in studies("quick")] + PANELS
     return sorted(found, key=lambda one: order.index(one.study.name))
 
 
-def draw(found: list[Found], arms: set[str], path: Path) -> Picture:
+def draw(found: list[StudyResult], arms: set[str], path: Path) -> Picture:
     figure = Figure(figsize=(9.5, 3.1 * len(found)), layout="constrained")
     for one, axes in zip(found, figure.subplots(len(found), 2, squeeze=False), strict=True):
         for ax, quantity, unit in zip(axes, QUANTITIES, (one.batches, 1), strict=True):
@@ -146,22 +150,23 @@ def draw(found: list[Found], arms: set[str], path: Path) -> Picture:
 
 
 def curves(ax: Axes, results: dict[str, list[Record]], quantity: str, unit: float = 1.0) -> None:
-    """The runs of all arms. Those that are stuck are counted in the legend; they would squeeze all others."""
+    """Draw the runs of all arms. Stuck runs are only counted in the legend: they would flatten all others."""
     for arm, records in results.items():
         _curve(ax, arm, records, quantity, unit)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _curve(ax: Axes, arm: str, records: list[Record], quantity: str, unit: float) -> None:
-    """The mean over seeds, as far as all of them came, with a band from the smallest to the largest; each seed thin."""
+    """The mean over seeds, with a band from the smallest to the largest and a thin line for each seed."""
     moving = list(filterfalse(_stuck, records)) or records
     runs = [[epoch[quantity] * unit for epoch in record["epochs"]] for record in moving]
-    label = f"{arm} ({astray} of {len(records)})" if (astray := _astray(records)) else arm
+    failures = _describe_failures(records)
+    label = f"{arm} ({failures} of {len(records)})" if failures else arm
     values = list(zip(*runs, strict=False))  # a run that diverged is shorter
     epochs = range(1, len(values) + 1)
     marker = "." if len(values) == 1 else None  # a line of one point cannot be seen
     ax.plot(epochs, [statistics.mean(row) for row in values], color=COLOURS[arm], label=label, marker=marker)
-    for run in runs:  # one seed that goes astray must not pass for a wide spread of all
+    for run in runs:  # one seed that fails must not look like a wide spread of all
         ax.plot(range(1, len(run) + 1), run, color=COLOURS[arm], linewidth=0.5, alpha=0.6)
     ax.fill_between(epochs, list(map(min, values)), list(map(max, values)), color=COLOURS[arm], alpha=0.15, linewidth=0)
 
@@ -174,7 +179,7 @@ def _end_point(ax: Axes, arm: str, epoch: int, value: float) -> None:
     )
 
 
-def _claims(one: Found) -> list[Claim]:
+def _claims(one: StudyResult) -> list[Claim]:
     """What the paper says of this figure, for one task."""
     ours = f"{one.title}: AdaGrad-BMA"
     claims = [
@@ -187,20 +192,21 @@ def _claims(one: Found) -> list[Claim]:
     return claims
 
 
-def _smaller(one: Found, claim: str, value: Callable[[Record], float]) -> Claim:
+def _smaller(one: StudyResult, claim: str, value: Callable[[Record], float]) -> Claim:
     unfinished = _unfinished(one, "diag", "BMA")
     if unfinished:
         return Claim(claim, unfinished, Verdict.UNKNOWN)
     found = differences(one.results["BMA"], one.results["diag"], value)
-    told = [f"BMA − diag: {_told(found)}", f"smaller with {sum(x < 0 for x in found)} of {len(found)} seeds"]
-    astray = [f"{arm}: {what}" for arm in ("diag", "BMA") if (what := _astray(one.results[arm]))]
-    if astray:
-        ours, theirs = (list(filterfalse(_is_astray, one.results[arm])) for arm in ("BMA", "diag"))
-        told += [*astray, f"without: {_told(differences(ours, theirs, value))}"]
-    return Claim(claim, "; ".join(told), _verdict(found))
+    smaller = sum(x < 0 for x in found)
+    measured = [f"BMA − diag: {_format_difference(found)}", f"smaller with {smaller} of {len(found)} seeds"]
+    failures = [f"{arm}: {what}" for arm in ("diag", "BMA") if (what := _describe_failures(one.results[arm]))]
+    if failures:
+        ours, theirs = (list(filterfalse(_failed, one.results[arm])) for arm in ("BMA", "diag"))
+        measured += [*failures, f"without: {_format_difference(differences(ours, theirs, value))}"]
+    return Claim(claim, "; ".join(measured), _verdict(found))
 
 
-def _similar(one: Found, claim: str) -> Claim:
+def _similar(one: StudyResult, claim: str) -> Claim:
     """The paper's “similar speed of convergence”, made precise."""
     unfinished = _unfinished(one, "diag", "BMA", "full")
     if unfinished:
@@ -209,13 +215,14 @@ def _similar(one: Found, claim: str) -> Claim:
     lead = differences(full, diag, one.loss)
     behind = differences(bma, full, one.loss)
     past = [a + b / 2 for a, b in zip(behind, lead, strict=True)]  # BMA − (diag + full)/2
-    measured = f"BMA − full: {_told(behind)}; full − diag: {_told(lead)}; BMA − their middle: {_told(past)}"
-    # Where full is no better than diag, there is no speed to be similar to.
+    parts = {"BMA − full": behind, "full − diag": lead, "BMA − their middle": past}
+    measured = "; ".join(f"{what}: {_format_difference(values)}" for what, values in parts.items())
+    # If full is no better than diag, there is no speed to be similar to.
     return Claim(claim, measured, _verdict(past) if _verdict(lead) is Verdict.HOLDS else Verdict.NOISE)
 
 
-def _unfinished(one: Found, *arms: str) -> str:
-    """Which of these arms lack runs, in words: a verdict waits for all of them."""
+def _unfinished(one: StudyResult, *arms: str) -> str:
+    """Which of these arms lack runs: a verdict waits for all of them."""
     counts = {arm: len(one.results.get(arm, [])) for arm in arms}
     wanted = len(one.study.final.seeds)
     short = [f"{arm} has {count} of {wanted} runs" for arm, count in counts.items() if count < wanted]
@@ -231,14 +238,14 @@ def _verdict(found: list[float]) -> Verdict:
     return Verdict.NOISE if abs(mean.mean) <= mean.half_width else Verdict.of(mean.mean < 0)
 
 
-def _told(found: list[float]) -> str:
+def _format_difference(found: list[float]) -> str:
     if len(found) < 2:
         return f"{found[0]:+.2g} with one seed".replace("-", "−") if found else "no pair of runs"
     return str(interval(found) or "no mean, runs diverged")
 
 
-def _astray(records: list[Record]) -> str:
-    """How many runs diverged or do no better than guessing, in words."""
+def _describe_failures(records: list[Record]) -> str:
+    """How many runs diverged or do no better than guessing."""
     diverged, stuck = sum(map(_diverged, records)), sum(map(_stuck, records))
     return ", ".join(f"{count} {what}" for count, what in ((diverged, "diverged"), (stuck, "stuck")) if count)
 
@@ -251,20 +258,24 @@ def _stuck(record: Record) -> bool:
     return CHANCE * 0.99 < last_loss(record) < math.inf
 
 
-def _is_astray(record: Record) -> bool:
+def _failed(record: Record) -> bool:
     return _diverged(record) or _stuck(record)
 
 
-def _results(one: Found) -> Table:
-    """Per arm what the best rate gave, beside the diagonal method."""
-    header = ["optimizer", "rate", "seeds", "training loss", "minus diag's", "test error", "minus diag's"]
+def _results(one: StudyResult) -> Table:
+    """What the best rate of each arm reached, and the difference from the diagonal method."""
+    header = ["optimizer", "rate", "seeds", "training loss", DIFFERENCE, "test error", DIFFERENCE]
     wanted = len(one.study.final.seeds)
     edges = (min(one.study.rates), max(one.study.rates))
     rows = []
-    for arm, records in one.results.items():
+    for arm in one.findings.started:
+        records = one.results.get(arm, [])
+        if not records:
+            rows.append([arm, *_without_results(one, arm), *["–"] * 4])
+            continue
         diag = one.results.get("diag", []) if arm != "diag" else []
         rate = one.findings.best[arm]
-        seeds = [str(wanted) if len(records) == wanted else f"{len(records)} of {wanted}", _astray(records)]
+        seeds = [str(wanted) if len(records) == wanted else f"{len(records)} of {wanted}", _describe_failures(records)]
         rows.append(
             [
                 arm,
@@ -280,8 +291,19 @@ def _results(one: Found) -> Table:
     return Table(title, header, rows)
 
 
-def _beginnings(one: Found) -> list[Table]:
-    """The training loss of the first epoch beside the authors', where theirs is known: who is fast early on?"""
+def _without_results(one: StudyResult, arm: str) -> list[str]:
+    """The rate of an arm that has no final run yet, and why it has none."""
+    rate = one.findings.best.get(arm)
+    if rate is not None:
+        return [f"{rate:g}", f"0 of {len(one.study.final.seeds)}"]
+    if arm in one.findings.tuned:
+        return ["none", "diverged with every rate"]
+    wanted = len(one.study.rates) * len(one.study.tuning.seeds)
+    return ["none yet", f"{one.findings.started[arm]} of {wanted} tuning runs"]
+
+
+def _first_epochs(one: StudyResult) -> list[Table]:
+    """The training loss of the first epoch, ours and the authors', if theirs is known: who is fast early on?"""
     theirs = AUTHORS_FIRST.get(one.study.name, {})
     diag = one.results.get("diag", [])
 
@@ -299,11 +321,11 @@ def _beginnings(one: Found) -> list[Table]:
         for arm, records in one.results.items()
         if arm in theirs
     ]
-    header = ["optimizer", "the authors' run", "minus diag's", f"our mean of {len(diag)} seeds", "minus diag's"]
+    header = ["optimizer", "the authors' run", DIFFERENCE, f"our mean of {len(diag)} seeds", DIFFERENCE]
     return [Table(f"{one.title}: training loss of the first epoch", header, rows)] if rows else []
 
 
-def _rates(one: Found) -> Table:
+def _rates(one: StudyResult) -> list[Table]:
     """The training loss with every rate, from which the best was chosen."""
     header = ["optimizer", *(f"{rate:g}" for rate in one.study.rates)]
     rows = [
@@ -311,15 +333,15 @@ def _rates(one: Found) -> Table:
         for arm, losses in one.findings.tuned.items()
     ]
     title = f"{one.title}: training loss with each learning rate, {_after(one.study.tuning.epochs)}"
-    return Table(title, header, rows)
+    return [Table(title, header, rows)] if rows else []
 
 
 def _after(epochs: int) -> str:
     return "after 1 epoch" if epochs == 1 else f"after {epochs} epochs"
 
 
-def _made_by(one: Found) -> str:
-    """Which code and machine the records come from."""
+def _provenance(one: StudyResult) -> str:
+    """The code and machine that made the records."""
     made = Counter(
         "code {code}, torch {torch}, {cpu}".format_map({"code": "?", "torch": "?", "cpu": "?", **record["environment"]})
         for record in one.findings.every

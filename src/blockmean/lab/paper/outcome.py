@@ -1,4 +1,4 @@
-"""What reproducing one part of the paper takes and gives: a setting goes in, claims, pictures and tables come out."""
+"""The input of a part of the paper (a ReportConfig) and its output (claims, pictures, tables, notes)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockmean.lab.picture import Picture
 
 
 class Verdict(StrEnum):
-    """What became of a claim."""
+    """The result of checking a claim."""
 
     HOLDS = "holds"
     FAILS = "does not hold"
@@ -46,27 +46,29 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The findings of one part. Notes say what a reader must know to trust them."""
+    """The findings of one part. Notes say what a reader needs to know to trust them."""
 
     claims: list[Claim] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unusable: list[str] = field(default_factory=list)
+    """One sentence for each record that is there and cannot be used."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where and how much."""
+class ReportConfig:
+    """Where records and pictures are, and how much to run."""
 
     out: Path
     """The folder for pictures."""
     records: Path
-    """The folder with one subfolder of records per study; measurements that take long are kept here too."""
+    """The folder for records: a subfolder per study, and a file per measurement."""
     profile: str = "quick"
     data_dir: Path | None = None
     seeds: int | None = None
     epochs: int | None = None
     published: Path | None = None
-    """Records that come with the project, for studies that this profile does not run."""
+    """The folder with the project's own records, for studies that this profile does not run."""
     measure: bool = True
-    """Whether a measurement that has no record may be taken now."""
+    """Whether to take a measurement that has no record yet."""

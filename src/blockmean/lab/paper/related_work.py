@@ -1,4 +1,4 @@
-"""Beside Figure 3: error and storage of the block mean and of the approximations in the paper's related work."""
+"""With Figure 3: error and storage of the block mean and of the approximations in the paper's related work."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from blockmean import BlockMean, Partition
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
-from blockmean.lab.paper.small_fisher import correlations, small_fisher, untrained
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
+from blockmean.lab.paper.small_fisher import correlations, small_fisher, untrained, with_whole_biases
 from blockmean.lab.picture import Picture, save
 
 CUTS = ("kernel", "unit", "tensor", "module", "all")
@@ -26,7 +26,7 @@ SERIES = {
 
 
 class Approximation(NamedTuple):
-    """One way to keep a symmetric matrix: how many numbers of it, and at which relative error in Frobenius norm."""
+    """One way to approximate a symmetric matrix: the numbers that it keeps, and its relative Frobenius error."""
 
     method: str
     size: str  # blocks or rank
@@ -34,11 +34,11 @@ class Approximation(NamedTuple):
     error: float
 
 
-def related_work(setting: Setting) -> Outcome:
+def related_work(config: ReportConfig) -> Outcome:
     """Approximate one Fisher matrix, and σI, in every way."""
-    fisher = small_fisher(setting)
+    fisher = small_fisher(config)
     d = len(fisher.trained)
-    partitions = [Partition.of(untrained(), by) for by in CUTS]
+    partitions = [Partition.of(untrained(), with_whole_biases(by)) for by in CUTS]
     found = approximations(fisher.trained, partitions)
     identity = approximations(0.3 * torch.eye(d, dtype=torch.float64), partitions)
     table = Table(
@@ -56,12 +56,12 @@ def related_work(setting: Setting) -> Outcome:
         "“block mean and diagonal” is Z E(Z⁻¹GZ⁻¹) Z with Z² the diagonal of G, the form that AdaGrad-BMA uses.",
         f"Nearest to this Fisher: {_nearest(found)}. Not compared in the paper: low rank has the relative error "
         f"{rank.error:.3f} with {rank.numbers:,} numbers ({rank.size}), the block mean {finest.error:.3f} with "
-        f"{finest.numbers:,} ({finest.size}). Low rank takes d numbers at least and is singular until something is "
-        "added to it; a block mean takes as few as one wants, and in general it has an inverse.",
-        f"With fewer numbers than the diagonal: {_fewer(found)}. With the initial weights: "
-        f"{_fewer(approximations(fisher.initial, partitions))}.",
+        f"{finest.numbers:,} ({finest.size}). Low rank takes at least d numbers and is singular unless something is "
+        "added to it; a block mean can take as few as two, and in general has an inverse.",
+        f"With fewer numbers than the diagonal: {_as_small_as_diagonal(found)}. With the initial weights: "
+        f"{_as_small_as_diagonal(approximations(fisher.initial, partitions))}.",
     ]
-    return Outcome([_exact(identity, d)], [_draw(found, setting)], [table], notes)
+    return Outcome([_exact(identity, d)], [_draw(found, config)], [table], notes)
 
 
 def approximations(G: Tensor, partitions: list[Partition]) -> list[Approximation]:
@@ -95,16 +95,16 @@ def _blocks(partition: Partition) -> str:
 
 
 def _nearest(found: list[Approximation]) -> str:
-    """Who is best with at most so many numbers, in words."""
-    told = []
+    """The best approximation within several budgets of numbers."""
+    best_of = []
     for numbers in (100, 500, 1_000, 10_000):
         best = min((one for one in found if one.numbers <= numbers), key=lambda one: one.error)
-        told.append(f"{best.method} ({best.size}) with at most {numbers:,} numbers")
-    return ", ".join(told)
+        best_of.append(f"{best.method} ({best.size}) with at most {numbers:,} numbers")
+    return ", ".join(best_of)
 
 
-def _fewer(found: list[Approximation]) -> str:
-    """The finest block mean that keeps no more numbers than the diagonal, beside it."""
+def _as_small_as_diagonal(found: list[Approximation]) -> str:
+    """The finest block mean that keeps no more numbers than the diagonal, compared with it."""
     diagonal = next(one for one in found if one.method == "diagonal")
     blocks = [one for one in found if one.method == "block mean" and one.numbers <= diagonal.numbers]
     block_mean = max(blocks, key=lambda one: one.numbers)
@@ -115,7 +115,7 @@ def _fewer(found: list[Approximation]) -> str:
 
 
 def _exact(identity: list[Approximation], d: int) -> Claim:
-    """What the paper says about low rank."""
+    """The paper's claim about low rank."""
     wrong = max(one.error for one in identity if one.method.startswith("block mean"))
     ranks = {k: one.error for k, one in zip(RANKS, (x for x in identity if x.method == "low rank"), strict=True)}
     return Claim(
@@ -126,7 +126,7 @@ def _exact(identity: list[Approximation], d: int) -> Claim:
     )
 
 
-def _draw(found: list[Approximation], setting: Setting) -> Picture:
+def _draw(found: list[Approximation], config: ReportConfig) -> Picture:
     """Error against the numbers kept, one line per method."""
     figure = Figure(figsize=(8.4, 4.6), layout="constrained")
     ax = figure.subplots()
@@ -157,7 +157,7 @@ def _draw(found: list[Approximation], setting: Setting) -> Picture:
     ax.grid(alpha=0.3)
     ax.legend(loc="lower left", fontsize=9)
     caption = (
-        "The empirical Fisher matrix of the 322-parameter net: how far approximations are from it, against the numbers "
+        "The empirical Fisher matrix of the 322-parameter network: the error of approximations against the numbers "
         "that they keep. Lower and further left is better."
     )
-    return save(figure, setting.out / "fig3-storage", caption)
+    return save(figure, config.out / "fig3-storage", caption)

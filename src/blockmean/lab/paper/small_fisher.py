@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,32 +12,34 @@ from torch.func import functional_call, grad, vmap
 from blockmean import BlockMean, Partition, curvature
 from blockmean.lab.data import load
 from blockmean.lab.models import small
-from blockmean.lab.paper.measured import measured
-from blockmean.lab.paper.outcome import Setting
+from blockmean.lab.paper.measurement import load_or_measure
+from blockmean.lab.paper.outcome import ReportConfig
+from blockmean.lab.records import require_number
 from blockmean.lab.train import Record
 
 d = 322
 SAMPLES = 4_000
+LARGEST_ENTRY = 1e38  # squares and their sum must stay finite
 TRAINED = 200
-"""Steps of AdaGrad (batch 100, η = 0.1): five epochs of the embedded digits, a third of one of MNIST."""
+"""Steps of AdaGrad (batch 100, η = 0.1): five epochs of the embedded digits, a third of an epoch of MNIST."""
 CUTS = ("tensor", "unit", "kernel")
-"""How Figure 4 cuts the weights; biases are one block per layer in all three."""
+"""The partitions of the weights in Figure 4; biases are one block per layer in all three."""
 
 
 class SmallFisher(NamedTuple):
-    """Empirical Fisher matrices of the net, (322, 322), with initial and with trained weights."""
+    """Empirical Fisher matrices of the network, (322, 322), with initial and with trained weights."""
 
     initial: Tensor
     trained: Tensor
     deviation: float
-    """How far block means from per-sample block sums are from those of the dense matrix, relative, at most."""
+    """The largest relative distance of a block mean from per-sample block sums to that of the dense matrix."""
 
 
-def small_fisher(setting: Setting) -> SmallFisher:
+def small_fisher(config: ReportConfig) -> SmallFisher:
     """F = 1/N Σ g_n g_nᵀ on the data of the profile; seed 0 throughout."""
-    dataset = "mnist" if setting.profile == "paper" else "digits"
+    dataset = "mnist" if config.profile == "paper" else "digits"
     spec = {"dataset": dataset, "samples": SAMPLES, "steps": TRAINED, "cuts": CUTS}
-    record = measured(setting, "fig4", spec, lambda: _measure(dataset, setting), _require_all_entries)
+    record = load_or_measure(config, "fig4", spec, lambda: _measure(dataset, config), _require_all_entries)
     return SmallFisher(_symmetric(record["initial"]), _symmetric(record["trained"]), record["deviation"])
 
 
@@ -48,16 +50,21 @@ def correlations(F: Tensor) -> Tensor:
     return F / scale.where(scale > 0, torch.inf)
 
 
+def with_whole_biases(by: str) -> str | Callable[[str, Tensor], str]:
+    """How to cut the network by `by` with one block per bias, as Figure 4 does."""
+    return by if by in ("module", "all") else lambda name, tensor: by if tensor.ndim > 1 else "tensor"
+
+
 def untrained() -> nn.Module:
-    """The net for MNIST with the weights that training starts from."""
+    """The network for MNIST with its initial weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return small((1, 28, 28))
 
 
-def _measure(dataset: str, setting: Setting) -> Record:
+def _measure(dataset: str, config: ReportConfig) -> Record:
     """Both matrices, as triangles, and how well `curvature.empirical_fisher` agrees with the second."""
-    data = load(dataset, "normalised", setting.data_dir)
+    data = load(dataset, "normalised", config.data_dir)
     images, labels = data.train[:SAMPLES].double(), data.train_labels[:SAMPLES]
     model = untrained()
     initial = fisher(model, images, labels)
@@ -68,15 +75,15 @@ def _measure(dataset: str, setting: Setting) -> Record:
 
 
 def _deviation(model: nn.Module, by: str, images: Tensor, labels: Tensor, F: Tensor) -> float:
-    """How far the block mean from per-sample gradients is from that of the dense matrix, relative."""
-    partition = Partition.of(model, by)
+    """The relative distance of the block mean from per-sample gradients to that of the dense matrix."""
+    partition = Partition.of(model, with_whole_biases(by))
     streamed = curvature.empirical_fisher(model, nn.functional.cross_entropy, (images, labels), partition)
     fitted = BlockMean.fit(F, partition).to_dense()
     return float((streamed.matrix.to_dense() - fitted).norm() / fitted.norm())
 
 
 def _train(model: nn.Module, images: Tensor, labels: Tensor) -> None:
-    """A few steps, the same every time."""
+    """Train for a few steps, the same every time."""
     random = torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     for _ in range(TRAINED):
@@ -87,7 +94,7 @@ def _train(model: nn.Module, images: Tensor, labels: Tensor) -> None:
 
 
 def fisher(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The empirical Fisher matrix in float64, by all gradients at once."""
+    """The empirical Fisher matrix in float64, from all gradients at once."""
     params = {name: param.detach().double() for name, param in model.named_parameters()}
 
     def loss(params: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
@@ -111,8 +118,16 @@ def _symmetric(triangle: list[float]) -> Tensor:
 
 
 def _require_all_entries(record: Record) -> None:
-    initial, trained = record["initial"], record["trained"]
-    if {len(initial), len(trained)} != {d * (d + 1) // 2}:
-        raise ValueError("entries are missing")
-    if not math.isfinite(math.fsum([*initial, *trained, record["deviation"]])):
-        raise ValueError("an entry is no number")
+    """Both matrices are complete, and could be second moments of gradients."""
+    require_number(record, "deviation", 0, 1e300)
+    for name in ("initial", "trained"):
+        if len(record[name]) != d * (d + 1) // 2:
+            raise ValueError("entries are missing")
+        for entry in record[name]:
+            require_number({name: entry}, name, -LARGEST_ENTRY, LARGEST_ENTRY)
+        F = _symmetric(record[name])
+        if not F.trace() > 0:
+            raise ValueError(f"the trace of {name} must be positive. Got {float(F.trace()):g} instead.")
+        variances = F.diagonal().clamp_min(0)
+        if not (F.square() <= 1.001 * variances.outer(variances)).all():  # six digits are kept of each entry
+            raise ValueError(f"{name} must have F_ij² ≤ F_ii F_jj, as second moments do")

@@ -1,13 +1,13 @@
-"""Table 3: how many parameters the models have."""
+"""Table 3: the number of parameters of both models."""
 
 from blockmean.lab.models import MODELS
 from blockmean.lab.paper.architecture import SHAPES
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
 
 PRINTED = {"small": {"MNIST": 322, "CIFAR-10": 466}, "large": {"MNIST": 139_370, "CIFAR-10": 140_906}}
 
 
-def table3(setting: Setting) -> Outcome:
+def table3(config: ReportConfig) -> Outcome:
     """The numbers of parameters of both models on both data sets, counted."""
     counted = {
         name: {data: sum(param.numel() for param in MODELS[name](shape).parameters()) for data, shape in SHAPES.items()}

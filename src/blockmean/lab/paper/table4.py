@@ -1,4 +1,4 @@
-"""Table 4: what an iteration costs."""
+"""Table 4: the cost of an iteration."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from scipy.stats import quantile_test
 
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Table, Verdict
-from blockmean.lab.paper.timing import ARMS, BATCH, SELDOM, STEPS, timings
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
+from blockmean.lab.paper.timing import ARMS, BATCH, EVERY_10, STEPS, timings
 
 PRINTED = {"small": {"full": 16.85, "diag": 5.70, "BMA": 10.07}, "large": {"diag": 7.55, "BMA": 19.12}}  # ms
 
 
 class Interval(NamedTuple):
-    """A median, and a 95% confidence interval of it that assumes nothing about the distribution."""
+    """A median with a 95% confidence interval that assumes nothing about the distribution."""
 
     median: float
     lower: float
@@ -25,44 +25,44 @@ class Interval(NamedTuple):
         return f"{self.median:.{decimals}f} [{self.lower:.{decimals}f}, {self.upper:.{decimals}f}]"
 
 
-def table4(setting: Setting) -> Outcome:
+def table4(config: ReportConfig) -> Outcome:
     """Milliseconds per iteration of full, diagonal and block mean AdaGrad on both models, as ratios to the diagonal."""
-    record = timings(setting)
+    record = timings(config)
     claims, rows = [], []
     for name, arms in ARMS.items():
         samples, printed = record["models"][name], PRINTED[name]
         steps: dict[str, list[float]] = samples["step"]
         whole = {arm: [a + b for a, b in zip(samples["forward_backward"], steps[arm], strict=True)] for arm in arms}
         for arm in arms:
-            told = printed.get(arm)
+            milliseconds = printed.get(arm)
             rows.append(
                 [
                     f"{name} model, {arm}",
                     f"{statistics.median(whole[arm]):.2f}",
-                    _beside(whole, arm),
-                    "–" if told is None else f"{told / printed['diag']:.2f} ({told:.2f} ms)",
+                    _ratio_to_diag(whole, arm),
+                    "–" if milliseconds is None else f"{milliseconds / printed['diag']:.2f} ({milliseconds:.2f} ms)",
                     f"{statistics.median(steps[arm]):.2f}",
-                    _beside(steps, arm),
+                    _ratio_to_diag(steps, arm),
                 ]
             )
         claims += _claims(name, whole, steps)
-    where = record["environment"]
+    where = {"cpu": "?", "date": "?", "load": "?", **record["environment"]}
     table = Table(
         f"Table 4: time per iteration on the embedded digits, batch {BATCH}",
-        ["", "ms", "ratio to diag", "the paper's ratio", "of it the optimizer, ms", "its ratio to diag"],
+        ["", "ms", "ratio to diag", "the paper's ratio", "optimizer alone, ms", "its ratio to diag"],
         rows,
     )
     notes = [
-        f"Measured on {where['cpu']}, on one thread, in processor time, on {where['date'][:10]} under load "
-        f"{where['load']}. In every round one forward and backward pass is timed, and then {STEPS} steps of each "
-        "optimizer with its gradients, in random order; an iteration is the pass and one of these steps. Ratios are "
-        "medians over the rounds, with 95% intervals. The paper does not say what it measured on; the last column is "
-        "free of the cost of the pass.",
+        f"Measured on {where['cpu']}, on one thread, in processor time, on {str(where['date'])[:10]} at a load of "
+        f"{where['load']}. Every round times one forward and backward pass, and then {STEPS} steps of each optimizer "
+        "with its gradients, in random order; an iteration is the pass and one of these steps. Ratios are medians "
+        "over the rounds, with 95% intervals. The paper does not name its machine; the last column leaves out the "
+        "cost of the pass.",
     ]
     return Outcome(claims, tables=[table], notes=notes)
 
 
-def _beside(samples: dict[str, list[float]], arm: str) -> str:
+def _ratio_to_diag(samples: dict[str, list[float]], arm: str) -> str:
     return "1" if arm == "diag" else str(_ratio(samples[arm], samples["diag"]))
 
 
@@ -70,7 +70,7 @@ def _claims(name: str, whole: dict[str, list[float]], steps: dict[str, list[floa
     printed = PRINTED[name]
     dearer, alone = _ratio(whole["diag"], whole["BMA"]), _ratio(steps["BMA"], steps["diag"])
     extra = statistics.median(steps["BMA"]) - statistics.median(steps["diag"])
-    seldom = _ratio(steps[SELDOM], steps["BMA"])
+    refreshed = _ratio(steps[EVERY_10], steps["BMA"])
     claims = [
         Claim(
             f"Table 4, {name} model: an iteration of BMA takes longer than one of diag "
@@ -80,8 +80,8 @@ def _claims(name: str, whole: dict[str, list[float]], steps: dict[str, list[floa
         ),
         Claim(
             f"§7, {name} model: updating G⁻¹ only every several steps lowers the cost",
-            f"every {STEPS} steps: {seldom} times the time of the optimizer",
-            _compare(seldom, 1.0),
+            f"every {STEPS} steps: {refreshed} times the time of the optimizer",
+            _compare(refreshed, 1.0),
         ),
     ]
     if "full" in whole:
@@ -98,13 +98,13 @@ def _claims(name: str, whole: dict[str, list[float]], steps: dict[str, list[floa
 
 
 def _compare(ours: Interval, theirs: float) -> Verdict:
-    """Holds where the ratio is no larger than the other, beyond the noise."""
+    """HOLDS if the ratio is at most `theirs`, beyond noise."""
     if ours.upper <= theirs:
         return Verdict.HOLDS
-    return Verdict.FAILS if ours.lower > theirs else Verdict.NOISE  # also where rounds are too few for an interval
+    return Verdict.FAILS if ours.lower > theirs else Verdict.NOISE  # also if there are too few rounds for an interval
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> Interval:
-    """The median ratio of samples of the same round, with its interval by the sign test."""
+    """The median of the ratios within a round, with its interval by the sign test."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return Interval(statistics.median(ratios), *quantile_test(ratios, p=0.5).confidence_interval())

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from blockmean import BlockMean, Partition
-from blockmean.lab.paper.outcome import Claim, Outcome, Setting, Verdict
+from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Verdict
 
 TOLERANCE = 1e-11
-"""Relative error in float64: rounding times the condition number of M (14), and room for SciPy's roots."""
+"""Largest relative error in float64: rounding times the condition number of M (14), with room for SciPy's roots."""
 
 
-def theorems(setting: Setting) -> Outcome:
-    """Check every theorem on a random partition, both the D that the paper prints and what the library computes.
+def theorems(config: ReportConfig) -> Outcome:
+    """Check every theorem on a random partition: the D that the paper prints, and the result of the library.
 
     The partition has 12 interleaved blocks of 1 to 12 entries, M the block mean of a random positive definite matrix.
     """
@@ -29,7 +29,7 @@ def theorems(setting: Setting) -> Outcome:
     M = BlockMean.fit(full, partition)
     dense = M.to_dense()
 
-    # The paper's notation, and its three D as they are printed.
+    # The paper's notation, and its three D as printed.
     S, B = torch.diag(partition.sizes.double()), M.B
     Lam, S_root = torch.diag(M.lam), torch.diag(partition.sizes.double().sqrt())
     S_unroot = torch.linalg.inv(S_root)
@@ -65,16 +65,16 @@ def theorems(setting: Setting) -> Outcome:
         _claim("eigenvalues: those of A, and λ_i on s_i − 1 directions", torch.linalg.eigvalsh(dense), eigenvalues),
     ]
     notes = [
-        f"A random block-mean matrix of {d} rows in {L} interleaved blocks, in float64. “library” is what `BlockMean` "
-        "computes, “as printed” the paper's own formula for D; the error is the distance from dense linear algebra "
-        f"(SciPy) in Frobenius norm, relative, and may be {TOLERANCE:.0e} at most. docs/theory.md has the statements "
-        "and short proofs.",
+        f"A random block-mean matrix of {d} rows in {L} interleaved blocks, in float64. “library” is the result of "
+        "`BlockMean`, “as printed” that of the paper's formula for D; the error is the relative distance from dense "
+        f"linear algebra (SciPy) in Frobenius norm, and must not exceed {TOLERANCE:.0e}. docs/theory.md has the "
+        "statements and short proofs.",
     ]
     return Outcome(claims, notes=notes)
 
 
 def _claim(claim: str, truth: Tensor, computed: Tensor, printed: Tensor | None = None) -> Claim:
-    """Compare what the library computes, and what the printed formula gives, with the dense truth."""
+    """Compare the results of the library and of the printed formula with the dense truth."""
     errors = {"library": computed, "as printed": printed}
     found = {name: float((x - truth).norm() / truth.norm()) for name, x in errors.items() if x is not None}
     measured = ", ".join(f"{error:.0e} {name}" for name, error in found.items())
@@ -83,7 +83,7 @@ def _claim(claim: str, truth: Tensor, computed: Tensor, printed: Tensor | None =
 
 
 def _power(M: Tensor, p: float) -> Tensor:
-    """M^p by SciPy, which knows nothing of blocks."""
+    """M^p by SciPy, which does not know about blocks."""
     return torch.from_numpy(scipy.linalg.fractional_matrix_power(M.numpy(), p))
 
 
@@ -93,6 +93,6 @@ def _nearest(M: Tensor, partition: Partition) -> Tensor:
     diagonal = torch.einsum("mn,mi->mni", torch.eye(len(M)).to(M), member)
     full = torch.einsum("mi,nj->mnij", member, member)
     basis = torch.cat([diagonal.flatten(0, 1), full.flatten(2).flatten(0, 1)], 1)  # (d², L + L²)
-    # λ_i and b_ii of a single entry are the same column: the driver must cope with that.
+    # For a block of one entry λ_i and b_ii have the same column: the driver must handle rank deficiency.
     coefficients: Tensor = torch.linalg.lstsq(basis, M.flatten().unsqueeze(1), driver="gelsd").solution
     return (basis @ coefficients).reshape(M.shape)

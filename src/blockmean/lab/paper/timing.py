@@ -1,4 +1,4 @@
-"""What the iterations of Table 4 cost, measured on one thread."""
+"""The cost of the iterations in Table 4, measured on one thread."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ import torch
 from torch import nn
 
 from blockmean.lab.data import load
-from blockmean.lab.paper.measured import measured
-from blockmean.lab.paper.outcome import Setting
+from blockmean.lab.paper.measurement import load_or_measure
+from blockmean.lab.paper.outcome import ReportConfig
 from blockmean.lab.paper.protocol import DIAGONAL, PAPER, SMALL_ARMS
+from blockmean.lab.records import require_number
 from blockmean.lab.train import OPTIMIZERS, Record, network
 
-SELDOM = "BMA, D every 10 steps"
+EVERY_10 = "BMA, D every 10 steps"
 LARGE: dict[str, dict[str, Any]] = {
     "diag": DIAGONAL,
     "BMA": PAPER,
-    SELDOM: {**PAPER, "options": {**PAPER["options"], "refresh_every": 10}},
+    EVERY_10: {**PAPER, "options": {**PAPER["options"], "refresh_every": 10}},
 }
 ARMS = {"small": {"full": SMALL_ARMS["full"], **LARGE}, "large": LARGE}
 ROUNDS = {"quick": {"small": 20, "large": 15}, "paper": {"small": 100, "large": 60}}
 BATCH = 100
-STEPS = 10  # of an optimizer in a row: one of them renews D, also where that is seldom
+STEPS = 10  # of an optimizer in a row; one of them renews D even if that happens only every 10 steps
+SHORTEST, LONGEST = 1e-6, 1e9  # milliseconds that can have been measured
 
 
-def timings(setting: Setting) -> Record:
+def timings(config: ReportConfig) -> Record:
     """The times of all rounds of a profile, as a record."""
-    rounds = ROUNDS[setting.profile]
+    rounds = ROUNDS[config.profile]
     spec = {"rounds": rounds, "batch": BATCH, "steps": STEPS, "arms": ARMS}
-    return measured(
-        setting,
+    return load_or_measure(
+        config,
         "table4",
         spec,
         lambda: {"models": {name: _measure(name, rounds[name]) for name in ARMS}},
@@ -42,7 +44,7 @@ def timings(setting: Setting) -> Record:
 
 
 def _measure(name: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds of each round, on one thread: a forward and backward pass, and a step of every optimizer."""
+    """Milliseconds of a forward and backward pass, and of a step of every optimizer, in each round."""
     torch.set_num_threads(1)
     images = load("digits")
     generator = torch.Generator().manual_seed(0)
@@ -77,8 +79,11 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
 
 
 def _require_all_rounds(record: Record) -> None:
+    """Every round has a positive number of milliseconds for the pass and for each optimizer."""
     for name, arms in ARMS.items():
         samples = record["models"][name]
-        counts = {len(samples["forward_backward"]), *(len(samples["step"][arm]) for arm in arms)}
-        if counts != {record["spec"]["rounds"][name]}:
-            raise ValueError("rounds are missing")
+        for times in (samples["forward_backward"], *(samples["step"][arm] for arm in arms)):
+            if len(times) != record["spec"]["rounds"][name]:
+                raise ValueError("rounds are missing")
+            for milliseconds in times:
+                require_number({"a time in ms": milliseconds}, "a time in ms", SHORTEST, LONGEST)

@@ -1,4 +1,4 @@
-"""A picture of how one training run went."""
+"""A picture of one training run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from blockmean.lab.picture import Picture, save
 
 SMOOTH = 50
-"""Most steps over which the loss is averaged: single batches jump too much to be read."""
+"""The most steps that the loss is averaged over: single batches are too noisy to read."""
 
 
-def draw_course(record: dict[str, Any], losses: list[float], path: Path) -> Picture:
+def draw_training_curve(record: dict[str, Any], losses: list[float], path: Path) -> Picture:
     """Loss per step and test error per epoch."""
     spec = record["spec"]
     figure = Figure(figsize=(9.5, 3.4), layout="constrained")

@@ -1,0 +1,80 @@
+"""Keys of runs: the published records keep theirs, whatever fields are added to a spec."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockmean.lab.paper.protocol import studies
+from blockmean.lab.records import read_strictly, write
+from blockmean.lab.spec import ORIGINAL_FIELDS, RunSpec
+
+PUBLISHED = sorted((Path(__file__).parents[2] / "results").glob("*/*.json"))
+
+
+@dataclass(frozen=True)
+class LaterSpec(RunSpec):
+    """A spec of tomorrow, with two more fields."""
+
+    warmup: int = 0
+    schedule: dict[str, Any] = field(default_factory=dict)
+
+    __hash__ = RunSpec.__hash__
+
+
+def as_later(spec: RunSpec, **changes: Any) -> LaterSpec:
+    return LaterSpec(**asdict(spec), **changes)
+
+
+SPEC = RunSpec("digits", "small", "AdamBMA", 0.01, seed=3, steps=40, options={"betas": (0.9, 0.99)}, batch=100)
+
+
+@pytest.mark.parametrize("cls", [RunSpec, LaterSpec])
+def test_every_published_record_is_found_under_its_key_and_read(cls: type[RunSpec]):
+    assert len(PUBLISHED) == 178
+    for path in PUBLISHED:
+        stored = json.loads(path.read_text())["spec"]
+        spec = cls(**stored)
+        assert f"{spec.key}.json" == path.name
+        assert read_strictly(path.parent, spec)["spec"] == stored
+
+
+def test_the_studies_of_the_paper_find_all_published_records():
+    found = [study.findings(PUBLISHED[0].parents[1] / study.name) for study in studies("paper")]
+    assert sum(len(one.every) for one in found) == len(PUBLISHED)
+    assert not any(one.unusable for one in found)
+
+
+def test_a_new_field_changes_the_key_only_away_from_its_default(tmp_path: Path):
+    assert as_later(SPEC).key == SPEC.key
+    changed = [as_later(SPEC, warmup=5), as_later(SPEC, warmup=6), as_later(SPEC, schedule={"name": "cosine"})]
+    assert len({SPEC.key, *(spec.key for spec in changed)}) == 4
+    assert as_later(SPEC, schedule={"at": (1, 2)}).key == as_later(SPEC, schedule={"at": [1, 2]}).key  # as JSON
+
+
+def record_of(spec: RunSpec) -> dict[str, Any]:
+    epoch = {"train_loss": 1.0, "test_loss": 1.0, "test_error": 0.5}
+    return {"spec": asdict(spec), "environment": {}, "epochs": [epoch], "diverged_at": None, "step_seconds": 1, **epoch}
+
+
+def test_records_are_read_across_the_new_field_in_both_directions(tmp_path: Path):
+    write(tmp_path, SPEC, record_of(SPEC))
+    assert read_strictly(tmp_path, as_later(SPEC)) is not None  # an old record, new code
+    assert read_strictly(tmp_path, as_later(SPEC, warmup=5)) is None
+    write(tmp_path, as_later(SPEC), record_of(as_later(SPEC)))  # says warmup: 0
+    assert read_strictly(tmp_path, as_later(SPEC)) is not None
+    write(tmp_path, as_later(SPEC, warmup=5), record_of(as_later(SPEC, warmup=5)))
+    assert read_strictly(tmp_path, as_later(SPEC, warmup=5))["spec"]["warmup"] == 5
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_field_of_today_always_counts():
+    assert {f.name for f in fields(RunSpec)} >= set(ORIGINAL_FIELDS)
+    others = {
+        "dataset": "mnist", "model": "mlp", "optimizer": "SGD", "lr": 0.1, "seed": 4, "steps": 80, "options": {},
+        "inputs": "raw", "batch": 50, "flip": True,
+    }  # fmt: skip
+    assert others.keys() == set(ORIGINAL_FIELDS)
+    assert len({SPEC.key, *(replace(SPEC, **{name: value}).key for name, value in others.items())}) == 11
