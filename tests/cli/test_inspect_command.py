@@ -330,10 +330,10 @@ def test_own_data_may_be_tensors_a_loader_or_batches_without_end(own, data: str)
 
 def test_a_loader_gives_the_matrix_of_its_samples(own):
     requests = [Request(f"{own}:model", data=f"{own}:{data}", loss="mse") for data in ("pair", "loader")]
-    pair, loader = (inspect(request).matrix for request in requests)
+    pair, loader = (inspect(request) for request in requests)
     assert loader.report.samples == 60
-    torch.testing.assert_close(loader.A, pair.A)
-    torch.testing.assert_close(loader.lam, pair.lam)
+    torch.testing.assert_close(loader.matrix.A, pair.matrix.A)
+    torch.testing.assert_close(loader.matrix.lam, pair.matrix.lam)
 
 
 def test_an_own_loss_may_take_any_output_where_the_matrix_allows_it(own, tmp_path: Path):

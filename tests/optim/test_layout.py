@@ -278,7 +278,7 @@ def test_arguments_of_adamw_go_where_adamw_has_them():
     with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
         AdamBMA(model.parameters(), fused=True, foreach=True)
     with pytest.raises(
-        TypeError, match="The 'foreach' parameter of AdamBMA must be True, False or None. Got 1 instead"
+        TypeError, match=r"The 'foreach' parameter of AdamBMA must be True, False or None. Got 1 instead"
     ):
         AdamBMA(model.parameters(), foreach=1)
 

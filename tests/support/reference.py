@@ -275,15 +275,24 @@ class DenseAdamBMA:
         coupled = self.modules[:, None] == self.modules[None, :]
         A = coupled * (R.T @ (inverse[:, None] * H * inverse) @ R)
         A += np.diag((R == 0).all(0).astype(float))
-        F = np.eye(len(g)) + R @ (A - np.eye(L)) @ R.T
-        root = inverse_root(F, self.floor)
-        diagonal = m / z
+        lam = np.ones(L)
+        for i in range(L):
+            s = (self.labels == i).sum()
+            if s > 1 and (R[:, i] != 0).any():
+                lam[i] = max((s - max(A[i, i], 1.0)) / (s - 1), 0.1)
+        w, Q = np.linalg.eigh(A)
+        between = Q @ np.diag(np.maximum(w, self.floor)) @ Q.T
+        inside = np.array([lam[label] if label >= 0 else 1.0 for label in self.labels])
+        # λ_i on everything inside block i that is orthogonal to its mean, the floored A between the means.
+        F = np.diag(inside) + R @ (between - np.diag(lam)) @ R.T
+        root = inverse_root(F, 0.0)
+        diagonal = inside**-0.5 * m / z
         delta = z**-0.5 * (root @ (z**-0.5 * m))
         if self.cap is not None:
             for i in range(L):
                 inside = self.labels == i
                 correction = delta[inside] - diagonal[inside]
-                limit = self.cap * np.linalg.norm(diagonal[inside])
+                limit = self.cap * np.linalg.norm((m / z)[inside])
                 if np.linalg.norm(correction) > limit:
                     delta[inside] = diagonal[inside] + correction * limit / np.linalg.norm(correction)
         self.theta = self.theta * (1 - self.lr * self.decay) - self.lr * delta

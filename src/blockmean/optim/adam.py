@@ -2,8 +2,9 @@
 
 m ← β₁ m + (1 − β₁) g,   r ← β₂ r + (1 − β₂) g²,   bias-corrected: m̂, r̂
 U ← β₂ U + (1 − β₂) u uᵀ,   e ← β₂ e + (1 − β₂) Σ g²  per block,   A_ij = U_ij / √(e_i e_j)
-ζ = √r̂,  z = ζ + ε,  n_i = ‖ζ‖ over block i,  b_i = Σ ζ z^-½ m̂,   c = N⁻¹ [A^-½ − I] N⁻¹ b
-δ = m̂/z + ζ z^-½ c_i,   θ ← θ − η (weight_decay · θ + δ)
+ζ = √r̂,  z = ζ + ε,  n_i = ‖ζ‖ over block i,  λ_i = (s_i − A_ii) / (s_i − 1),  κ = λ^-½
+b_i = Σ ζ z^-½ m̂,   c = N⁻¹ [A^-½ − diag κ] N⁻¹ b
+δ = κ_i m̂/z + ζ z^-½ c_i,   θ ← θ − η (weight_decay · θ + δ)
 """
 
 from __future__ import annotations
@@ -113,4 +114,4 @@ class AdamBMA(CorrectedOptimizer):
         return Rule(group["betas"], group["eps"], group["weight_decay"], group["maximize"], group["correction_cap"])
 
     def form(self, group: dict[str, Any]) -> Form:
-        return FORMS["weighted"]
+        return FORMS["balanced"]

@@ -1,6 +1,6 @@
 """Between the passes: from block sums to one number per block.
 
-    U ← U + u uᵀ  (or its average)      A = U / (n nᵀ)      root = A^-½ − I      c = N root N b
+    U ← U + u uᵀ  (or its average)      A = U / (n nᵀ)      root = A^-½ − I      c = N [root + I − diag κ] N b
 
 With coupling "none" only diagonals exist: U, A and the root are vectors, and nothing is decomposed. A block with
 n_i = 0 (no gradient in this step, or never one) takes no part: its row of A is that of the identity, so what is left is
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blockmean._linalg import LinAlgError, inverse_root_minus_identity, times
-from blockmean.optim.forms import FORMS, Form, Rule
+from blockmean.optim.forms import FORMS, SMALLEST_LAMBDA, Form, Rule
 from blockmean.optim.layout import Component
 from blockmean.optim.optimizer import BlockMeanOptimizer, Work, assemble
 from blockmean.optim.passes import Tensors, arithmetic, choose
@@ -62,6 +62,13 @@ def normalised(U: Tensor, n: Tensor, keep_diagonal: bool) -> Tensor:
     diagonal = torch.where(on, A.diagonal(), 1.0) if keep_diagonal else torch.ones_like(n)
     A.diagonal().copy_(diagonal)
     return A
+
+
+def balance(U: Tensor, n: Tensor, sizes: Tensor) -> Tensor:
+    """κ_i = λ_i^-½ with λ_i = (s_i − A_ii) / (s_i − 1), between 1 and 1 / √SMALLEST_LAMBDA, (L,)."""
+    own = torch.where(n > 0, (U if U.ndim == 1 else U.diagonal()) / n / n, 1.0)
+    lam = (sizes - own.clamp(min=1)) / (sizes - 1).clamp(min=1)
+    return torch.where(sizes > 1, lam.clamp(min=SMALLEST_LAMBDA).rsqrt(), 1.0)
 
 
 def capped(c: Tensor, diagonal: Tensor, weight: Tensor, cap: float) -> Tensor:
@@ -118,22 +125,23 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             columns.append(choose(tensors, work.group["foreach"]).block_sums(form, rule, tensors))
         return torch.cat([pad(part, (0, 0, 0, len(columns[0]) - len(part))) for part in columns], 1)
 
-    def apply_(self, work: Work, solution: Tensor | None) -> None:
+    def apply_(self, work: Work, solution: tuple[Tensor, Tensor | None] | None) -> None:
         rule, rates = self.rule(work.group), self.rates(work)
-        c = [] if solution is None else work.per_block(solution)
+        c, kappa = ([] if x is None else work.per_block(x) for x in solution or (None, None))
         for run, form, tensors in self._parts(work):
             passes = choose(tensors, work.group["foreach"])
-            passes.apply_(form, rule, tensors, rates[run], c[run] if form.corrects else [])
+            own = (c[run], kappa[run]) if form.corrects else ([], [])
+            passes.apply_(form, rule, tensors, rates[run], *own)
 
-    def solve(self, work: Work) -> Tensor | None:
-        """c, one number per block, (L,)."""
+    def solve(self, work: Work) -> tuple[Tensor, Tensor | None] | None:
+        """c and κ, one number each per block, (L,); None without a correction, no κ where it is 1."""
         group = work.group
         form, rule, u = self._active(group), self.rule(group), work.sums[0]
         if not form.corrects or len(work.sums) == 1:  # nothing that is corrected has a gradient
             return None
         n, scale = self._measures(work, form)
         common = scale * (u if form.takes_raw_sums else work.sums[3 if form.is_weighted else 2])
-        change = torch.zeros_like(common)
+        change, kappa = torch.zeros_like(common), torch.ones_like(common)
         beta = None if rule.betas is None else rule.betas[1]
         names = ["U", "energy"] if form.is_weighted else ["U"]
         if group["refresh_every"] > 1 and not work.layout.is_diagonal:  # a diagonal has nothing to decompose
@@ -145,12 +153,18 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             if form.is_weighted:
                 average_(part["energy"], work.sums[1][blocks], beta, present)
                 own = part["energy"].sqrt() * (own > 0)
-            change[blocks] = times(self._root(work, component, part, own), common[blocks])
+            root = self._root(work, component, part, own)
+            if root is None:
+                continue
+            change[blocks] = times(root, common[blocks])
+            if form.keeps_trace:
+                kappa[blocks] = balance(part["U"], own, work.layout.sizes[blocks].to(own, non_blocking=True))
         self._last[work.number] = (common, change)
-        c = scale * change
+        c = scale * (change + (1 - kappa) * common)
         if rule.cap is not None:
             c = capped(c, work.sums[4], work.sums[5], rule.cap)
-        return c.to(arithmetic(work.params[0].dtype))
+        dtype = arithmetic(work.params[0].dtype)
+        return c.to(dtype), kappa.to(dtype) if form.keeps_trace else None
 
     def _measures(self, work: Work, form: Form) -> tuple[Tensor, Tensor]:
         """What blocks are measured by now (0: they take no part), and the scale of the form, (L,)."""
@@ -160,8 +174,8 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         n = work.sums[1]
         return n, torch.where(n > 0, work.layout.sizes.to(n, non_blocking=True).rsqrt(), 0.0)
 
-    def _root(self, work: Work, component: Component, part: dict[str, Tensor], n: Tensor) -> Tensor:
-        """A^-½ − I, or an older one where that is to serve for several steps."""
+    def _root(self, work: Work, component: Component, part: dict[str, Tensor], n: Tensor) -> Tensor | None:
+        """A^-½ − I, or an older one where that is to serve for several steps; None if it cannot be computed."""
         group, form, layout = work.group, self.form(work.group), work.layout
         if "root" in part:
             present = torch.zeros(len(n), dtype=torch.bool, device="cpu")
@@ -178,7 +192,9 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             root = inverse_root_minus_identity(A, self.floor(group))
         except LinAlgError:
             self.count_fallback(len(A))
-            root = torch.zeros_like(A)
+            if "root" in part:
+                part["root_of"].zero_()  # so that the next step tries again
+            return None
         if "root" in part:
             part["root"].copy_(root)
         return root

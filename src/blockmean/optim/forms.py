@@ -1,17 +1,21 @@
 """The corrections of AdaGrad-BMA and Adam-BMA as data, and the recurrences they are corrections of.
 
-Every form adds w c_i to the diagonal step of the entries of block i, with one small problem between blocks:
+Every form multiplies the diagonal step of the entries of block i by κ_i = λ_i^-½ and adds w c_i, with one small problem
+between blocks:
 
-    A = U / (n nᵀ)  (its diagonal kept, or set to 1)        c = N [A^-½ − I] N b,   N = diag(scale)
+    A = U / (n nᵀ)  (its diagonal kept, or set to 1)        c = N [A^-½ − diag κ] N b,   N = diag(scale)
 
-    form         n_i              b_i              w           scale_i    diagonal of A
-    none         –                –                –           –          –                 the diagonal method
-    paper        Σ z              Σ g              z^-½        s_i^-½     1                 Algorithm 1 as printed
-    consistent   Σ z              Σ z^-½ g         z^-½        s_i^-½     1                 G⁻¹ = Z^-½ F^-½ Z^-½
-    weighted     √(Σ_τ Σ g²)      Σ ζ z^-½ m̂       ζ z^-½      ‖ζ^i‖⁻¹    kept              the weighted block mean
+    form         n_i              b_i              w           scale_i    diagonal of A   λ_i
+    none         –                –                –           –          –               –       the diagonal method
+    paper        Σ z              Σ g              z^-½        s_i^-½     1               1       Algorithm 1 as printed
+    consistent   Σ z              Σ z^-½ g         z^-½        s_i^-½     1               1       Z^-½ F^-½ Z^-½
+    weighted     √(Σ_τ Σ g²)      Σ ζ z^-½ m̂       ζ z^-½      ‖ζ^i‖⁻¹    kept            1       weighted block mean
+    balanced     √(Σ_τ Σ g²)      Σ ζ z^-½ m̂       ζ z^-½      ‖ζ^i‖⁻¹    kept            below   the same, trace kept
 
-ζ is the root of the accumulated squares and z the same with ε. For "weighted", U and the squares under n come from the
-same steps, so A is right also where the accumulator has a longer history than U.
+ζ is the root of the accumulated squares and z the same with ε. For "weighted" and "balanced", U and the squares under n
+come from the same steps, so A is right also where the accumulator has a longer history than U. "balanced" takes
+λ_i = (s_i − A_ii) / (s_i − 1) of Proposition 1 (A_ii at least 1, λ_i at least `SMALLEST_LAMBDA`): what a block's mean
+loses, the rest of the block gains.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ class Form(NamedTuple):
     is_weighted: bool = False  # entries by their own scale ζ, blocks by the squares of their gradients
     takes_raw_sums: bool = False  # b is Σ g, although the gradient has been scaled by then
     keeps_diagonal: bool = False
+    keeps_trace: bool = False  # λ of Proposition 1 in the place of 1
     floor: float = 1.0  # default for the smallest eigenvalue of A
 
 
@@ -34,7 +39,11 @@ FORMS = {
     "paper": Form(takes_raw_sums=True, floor=0.1),
     "consistent": Form(floor=0.1),
     "weighted": Form(is_weighted=True, keeps_diagonal=True),
+    "balanced": Form(is_weighted=True, keeps_diagonal=True, keeps_trace=True),
 }
+
+SMALLEST_LAMBDA = 0.1
+"""Where a block's gradient is nearly all mean, little is known of the rest, and its step grows by 1/√0.1 at most."""
 
 
 class Rule(NamedTuple):

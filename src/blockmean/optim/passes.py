@@ -149,8 +149,10 @@ def _scales(rule: Rule, r: Tensor, gain_r: float, with_zeta: bool) -> tuple[Tens
     return zeta, zeta + rule.eps
 
 
-def reference_apply_(form: Form, rule: Rule, tensors: Tensors, rates: list[float], c: list[Tensor]) -> None:
-    """Pass 2: moments, then θ ← θ − η (m̂/z + w c), c one number per block of each tensor; no c, no correction."""
+def reference_apply_(
+    form: Form, rule: Rule, tensors: Tensors, rates: list[float], c: list[Tensor], kappa: list[Tensor]
+) -> None:
+    """Pass 2: moments, then θ ← θ − η (κ m̂/z + w c), c and κ one number per block of each tensor; empty is 0 and 1."""
     for i, (param, grad, r, step, cut) in enumerate(
         zip(tensors.params, tensors.grads, tensors.second, tensors.steps, tensors.cuts, strict=True)
     ):
@@ -170,6 +172,8 @@ def reference_apply_(form: Form, rule: Rule, tensors: Tensors, rates: list[float
         delta = m / z
         if gain != 1:
             delta.mul_(gain)
+        if kappa:
+            delta.mul_(cut.spread(kappa[i].to(g.dtype)))
         if c:
             w = z.rsqrt_() if zeta is None else zeta.mul_(z.rsqrt_())
             delta.addcmul_(w, cut.spread(c[i].to(g.dtype)))
@@ -238,7 +242,9 @@ def _per_block(values: tuple[float, ...], part: Tensors, like: Tensor) -> float 
     return torch.tensor(values, dtype=like.dtype).repeat_interleave(counts).to(like.device, non_blocking=True)
 
 
-def foreach_apply_(form: Form, rule: Rule, tensors: Tensors, rates: list[float], c: list[Tensor]) -> None:
+def foreach_apply_(
+    form: Form, rule: Rule, tensors: Tensors, rates: list[float], c: list[Tensor], kappa: list[Tensor]
+) -> None:
     """Pass 2 with torch's foreach operations."""
     for start, part in tensors.parts():
         g = _foreach_grads(rule, part)
@@ -257,9 +263,10 @@ def foreach_apply_(form: Form, rule: Rule, tensors: Tensors, rates: list[float],
         delta = torch._foreach_div(m, z)
         if rule.betas is not None:
             torch._foreach_mul_(delta, [gain[0] for gain in gains])
+        if kappa:
+            torch._foreach_mul_(delta, _spread(part, kappa[start:], g[0].dtype))
         if c:
-            spread = [cut.spread(x.to(g[0].dtype)) for cut, x in zip(part.cuts, c[start:], strict=False)]
-            torch._foreach_addcmul_(delta, _foreach_weights(zeta, z), spread)
+            torch._foreach_addcmul_(delta, _foreach_weights(zeta, z), _spread(part, c[start:], g[0].dtype))
         if rule.weight_decay and rule.betas is not None:
             torch._foreach_add_(delta, part.params, alpha=rule.weight_decay)
         torch._foreach_mul_(delta, [-rate for rate in rates[start : start + len(delta)]])
@@ -267,6 +274,11 @@ def foreach_apply_(form: Form, rule: Rule, tensors: Tensors, rates: list[float],
             torch._foreach_add_(part.params, delta)
         else:
             torch._foreach_copy_(part.params, torch._foreach_add([p.to(g[0].dtype) for p in part.params], delta))
+
+
+def _spread(part: Tensors, values: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Numbers per block, ready to broadcast against the tensors of a part."""
+    return [cut.spread(x.to(dtype)) for cut, x in zip(part.cuts, values, strict=False)]
 
 
 def _foreach_grads(rule: Rule, part: Tensors) -> list[Tensor]:
