@@ -22,7 +22,7 @@ from blockmean.lab.environment import environment, use_threads
 from blockmean.lab.study import interval
 from blockmean.lab.text import CharacterTransformer, Text, load_text
 
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 SEEDS = (0, 1, 2, 3, 4)
 ARMS: dict[str, Callable[..., torch.optim.Optimizer]] = {"AdamW": torch.optim.AdamW, "AdamBMA": blockmean.AdamBMA}
 CONTEXT, WIDTH, BATCH = 64, 64, 32

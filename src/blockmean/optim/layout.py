@@ -22,7 +22,7 @@ MATRIX_LIMIT = 2**30
 SLOW_MATRIX = 1500
 """Blocks from which on one eigendecomposition takes about a second (float64, one core)."""
 
-PIECE = 2**18
+PIECE = 2**17
 """Entries of the pieces in which large tensors are worked on: what a step computes on the way stays in the cache."""
 
 

@@ -23,7 +23,7 @@ from blockmean.optim.forms import Form, Rule
 FOREACH_ENTRIES = 2**22
 """Entries that the foreach passes work on at a time: their temporary lists are as long."""
 
-FOREACH_ON_CPU = 0
+FOREACH_ON_CPU = 2**14
 """Mean entries of a tensor up to which foreach is the faster choice on a CPU (benchmarks/step_cost.py)."""
 
 
