@@ -52,6 +52,8 @@ class Work:
 
     def per_block(self, values: Tensor) -> list[Tensor]:
         """The numbers of every piece's own blocks."""
+        if self.in_order:
+            return list(values.split([blocks.stop - blocks.start for blocks in self.blocks]))
         return [values[blocks] for blocks in self.blocks]
 
 
@@ -154,7 +156,7 @@ class BlockMeanOptimizer(Optimizer):
         work = Work(number, group, layout, tensors, states, moments={key: [] for key in self.entry_state})
         others: dict[int, State] = {}  # no gradient of their own, in blocks that have one
         if layout.is_shared and len(states) < len(tensors):
-            touched = {layout.starts[i] for i in states if layout.tensors[i].count}
+            touched = {layout.starts[i] for i in states if layout.count(i)}
             others = {
                 i: self._state_of(tensors[i], group)
                 for i in layout.component_of
@@ -202,6 +204,7 @@ class BlockMeanOptimizer(Optimizer):
 
     def _refuse_gradients(self, work: Work, others: Mapping[int, State]) -> None:
         for i in work.states:
+            self._refuse_shard(work.tensors[i], i)  # a wrapper may have put it in the place of a parameter
             grad = work.tensors[i].grad
             if grad is not None and grad.layout != torch.strided:
                 name = shown_names(work.group)[i]
@@ -259,46 +262,42 @@ class BlockMeanOptimizer(Optimizer):
         """The statistics of a component, from the rows that its parameters hold."""
         holders = {layout.starts[i]: i for i in component.members}
         holders.update({layout.starts[i]: i for i in reversed(component.members) if i in held})
-        count = sum(layout.tensors[i].count for i in holders.values())
+        count = sum(layout.count(i) for i in holders.values())
         joined = {}
         for name in names:
             kind = self.statistics_kept[name]
             wide = (count,) if kind == "matrix" and not layout.is_diagonal else ()
             dtype, device = (torch.bool, "cpu") if kind == "mask" else (like.dtype, like.device)
             rows = [
-                held[i][name] if i in held else torch.zeros(layout.tensors[i].count, *wide, dtype=dtype, device=device)
+                held[i][name] if i in held else torch.zeros(layout.count(i), *wide, dtype=dtype, device=device)
                 for i in holders.values()
             ]
             joined[name] = torch.cat(rows)
             first = 0
             for start, i in holders.items():
-                new = slice(first, first + layout.tensors[i].count)
+                new = slice(first, first + layout.count(i))
                 first = new.stop
                 if i in held:
                     continue
                 joined[name][..., new] = 0  # a row that is gone takes its column with it
                 if name in ("U", "energy") and initial is not None:
                     diagonal = joined[name] if joined[name].ndim == 1 else joined[name].diagonal()
-                    diagonal[new] = initial[start : start + layout.tensors[i].count].to(like)
+                    diagonal[new] = initial[start : start + layout.count(i)].to(like)
         return joined
 
     def _keep(self, work: Work, component: Component, joined: dict[str, Tensor], held: Mapping[int, State]) -> None:
         """Give every parameter its rows: in place where it has them, else as its own new tensors."""
-        layout, first, seen = work.layout, 0, {}
-        for i in component.members:
-            start = layout.starts[i]
-            if start not in seen:
-                seen[start] = slice(first, first + layout.tensors[i].count)
-                first = seen[start].stop
+        layout = work.layout
+        counts = {layout.starts[i]: layout.count(i) for i in component.members}
+        new = [i for i in component.members if i in work.states and i not in held]
         for name, values in joined.items():
-            for i in component.members:
-                if i in work.states and i not in held:
-                    work.states[i][name] = values[seen[layout.starts[i]]].clone()
+            rows = dict(zip(counts, values.split(list(counts.values())), strict=True))
             if held:
-                torch._foreach_copy_([s[name] for s in held.values()], [values[seen[layout.starts[i]]] for i in held])
-        for i in component.members:
-            if i in work.states and i not in held:
-                work.states[i]["blocks"] = layout.place(i)
+                torch._foreach_copy_([s[name] for s in held.values()], [rows[layout.starts[i]] for i in held])
+            for i in new:
+                work.states[i][name] = rows[layout.starts[i]].clone()
+        for i in new:
+            work.states[i]["blocks"] = layout.place(i)
 
     def count_fallback(self, num_blocks: int) -> None:
         """Note that an eigendecomposition failed; the first one is said."""
@@ -416,8 +415,16 @@ class BlockMeanOptimizer(Optimizer):
             if getattr(param, "_fsdp_flattened", False):
                 raise ValueError(
                     f"{owner} cannot see the blocks of parameters that FullyShardedDataParallel has flattened: "
-                    f"parameter {i} is such a one. Use fully_shard, which keeps their shapes, or DDP."
+                    f"parameter {i} is such a one. Use DistributedDataParallel, which keeps their shapes."
                 )
+            self._refuse_shard(param, i)
+
+    def _refuse_shard(self, param: Tensor, i: int) -> None:
+        if hasattr(param, "device_mesh"):
+            raise ValueError(
+                f"{type(self).__name__} does not take sharded parameters (DTensor) yet: the sums over its blocks would "
+                f"be those of one shard. Parameter {i} is one. Use DistributedDataParallel."
+            )
 
     def _make_layout(
         self, group: dict[str, Any], tensors: list[Tensor], by: By, outputs: Sequence[int | Tensor]

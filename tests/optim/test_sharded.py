@@ -1,0 +1,90 @@
+"""Parameters that a wrapper of torch.distributed has flattened or sharded: refused in words, never stepped wrongly."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import warnings; warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from blockmean import AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA
+dist.init_process_group("gloo", rank=0, world_size=1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+wrapped = {wrap}
+for cls in (AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA):
+    try:
+        cls(wrapped.parameters())
+        print(cls.__name__, "accepted")
+    except ValueError as error:
+        print(error)
+{more}
+dist.destroy_process_group()
+"""
+
+
+def run(wrap, more=""):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(wrap=wrap, more=more)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("orig", ["False", "True"])
+def test_flat_parameters_of_the_first_fsdp_are_refused(orig):
+    lines = run(f"FullyShardedDataParallel(model, use_orig_params={orig}, device_id=torch.device('cpu'))")
+    assert len(lines) == 4
+    for line in lines:
+        assert "cannot see the blocks of parameters that FullyShardedDataParallel has flattened" in line
+
+
+@pytest.mark.slow
+def test_shards_are_refused_and_a_model_that_is_sharded_later_too():
+    late = """
+later = nn.Linear(3, 2)
+optimizer = AdamBMA(later.named_parameters())
+fully_shard(later)
+optimizer.param_groups[0]["params"] = list(later.parameters())
+later(torch.ones(1, 3)).sum().backward()
+try:
+    optimizer.step()
+    print("stepped")
+except ValueError as error:
+    print(error)
+"""
+    lines = run("fully_shard(model)", late)
+    assert len(lines) == 5
+    for line in lines:
+        assert "does not take sharded parameters (DTensor) yet" in line
+
+
+@pytest.mark.slow
+def test_distributed_data_parallel_steps_as_the_model_alone():
+    same = """
+import copy
+from torch.nn.parallel import DistributedDataParallel
+alone = copy.deepcopy(model)
+both = (DistributedDataParallel(model), alone)
+optimizers = [AdamBMA(m.named_parameters(), lr=0.01) for m in both]
+for t in range(3):
+    for m, optimizer in zip(both, optimizers):
+        optimizer.zero_grad()
+        m(torch.ones(2, 6) * t).square().sum().backward()
+        optimizer.step()
+print(all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters())))
+"""
+    assert run("model", same)[-1] == "True"
