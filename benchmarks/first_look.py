@@ -53,9 +53,18 @@ Tasks = dict[str, dict[str, Any]]
 
 
 def compare(
-    task: str, setting: dict[str, Any], arms: Tasks, baseline: dict[str, str], options: argparse.Namespace
+    task: str,
+    setting: dict[str, Any],
+    arms: Tasks,
+    baseline: dict[str, str],
+    options: argparse.Namespace,
+    results: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """For each arm its best rate, the results of five seeds with it, and the paired difference from its baseline."""
+    """For each arm its best rate, the results of five seeds with it, and the paired difference from its baseline.
+
+    `results` are those of arms that are not run again.
+    """
+    everything, arms = arms, {arm: arms[arm] for arm in arms if arm not in results}
 
     def specs(arm: str, rates: Sequence[float], seeds: Sequence[int]) -> list[RunSpec]:
         return [RunSpec(**setting, **arms[arm], lr=rate, seed=seed) for rate in rates for seed in seeds]
@@ -75,7 +84,6 @@ def compare(
     }
     best = {arm: min(losses, key=losses.__getitem__) for arm, losses in tried.items()}
     final = run([spec for arm in arms for spec in specs(arm, [best[arm]], FINAL_SEEDS)], "five fresh seeds")
-    results: dict[str, dict[str, Any]] = {}
     for arm in arms:
         runs = [final[spec] for spec in specs(arm, [best[arm]], FINAL_SEEDS)]
         results[arm] = {
@@ -86,7 +94,7 @@ def compare(
         }
     for arm, other in baseline.items():
         results[arm]["difference"] = paired(results[arm]["train_loss"], results[other]["train_loss"])
-    return {"task": task, "arms": results}
+    return {"task": task, "arms": {arm: results[arm] for arm in everything}}
 
 
 def mean_loss(records: list[dict[str, Any]]) -> float:
@@ -124,16 +132,24 @@ def main(description: str, tasks: Tasks, arms: Tasks, baseline: dict[str, str], 
     parser.add_argument("--records", type=Path, default=Path("out/runs"), help="one file per run; none is run twice")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"{name}.json")
+    parser.add_argument("--arms", nargs="+", choices=arms, help="run only these again; the file has the others")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
+    before = json.loads(options.out.read_text())["rows"] if options.arms else []
+    kept = {row["task"]: {arm: row["arms"][arm] for arm in arms if arm not in options.arms} for row in before}
     rows = []
     for task, setting in tasks.items():
+        if options.arms and task not in kept:
+            continue
         try:
-            rows.append(compare(task, setting, arms, baseline, options))
+            rows.append(compare(task, setting, arms, baseline, options, kept.get(task, {})))
         except WorkerKilled as error:
             raise SystemExit(str(error)) from None
         record = {"environment": environment(), "tasks": tasks, "arms": arms, "rows": rows}
-        options.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+        out = options.out.with_suffix(".new.json") if options.arms else options.out
+        out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    if options.arms:
+        out.replace(options.out)
     print(table(rows))
 
 
