@@ -129,6 +129,16 @@ class TensorBlocks:
         return self._by_device[device]
 
 
+def sum_blocks(cuts: Sequence[TensorBlocks], values: Sequence[Tensor]) -> Tensor:
+    """The block sums of every tensor, one after the other."""
+    return torch.cat([cut.sum(x) for cut, x in zip(cuts, values, strict=True)])
+
+
+def spread_blocks(cuts: Sequence[TensorBlocks], values: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Numbers per block of every tensor, ready to broadcast against it."""
+    return [cut.spread(c.to(dtype)) for cut, c in zip(cuts, values, strict=True)]
+
+
 def cut(name: str, position: int, tensor: Tensor, by: By, output: int | Tensor = 0) -> TensorBlocks:
     """Cut one tensor into blocks; `output` is the dim of its outputs, or the output of every entry, for "unit"."""
     shape, module, shown = tuple(tensor.shape), module_of(name), name or f"param{position}"

@@ -19,8 +19,7 @@ from torch.optim.optimizer import ParamsT
 from blockmean._checks import require_number
 from blockmean.blocks import By
 from blockmean.optim.correction import CorrectedOptimizer
-from blockmean.optim.forms import FORMS, Form, Rule
-from blockmean.optim.optimizer import Work
+from blockmean.optim.forms import FORMS, Rule
 from blockmean.optim.passes import arithmetic
 
 VARIANTS = ("paper", "consistent", "weighted")
@@ -109,20 +108,15 @@ class AdaGradBMA(CorrectedOptimizer):
         }
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        return Rule(None, group["eps"], group["weight_decay"], group["maximize"])
-
-    def form(self, group: dict[str, Any]) -> Form:
-        return FORMS[group["variant"]]
-
-    def initial(self, work: Work) -> Tensor | None:
-        # An accumulator that starts at a stands for H = aI, whose block sums are a s_i.
-        start = float(work.group["initial_accumulator_value"])
-        return work.layout.sizes * start if start else None
-
-    def rates(self, work: Work) -> list[float]:
-        return [decayed_rate(work.group, step) for step in work.steps]
-
-
-def decayed_rate(group: dict[str, Any], step: int) -> float:
-    """AdaGrad's learning rate η / (1 + (t − 1) decay)."""
-    return float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
+        form, floor = FORMS[group["variant"]], group["eigenvalue_floor"]
+        return Rule(
+            form if group["correction"] else FORMS["none"],
+            None,
+            group["eps"],
+            group["weight_decay"],
+            group["maximize"],
+            float(group["lr"]),
+            group["lr_decay"],
+            group["initial_accumulator_value"],
+            form.floor if floor is None else floor,
+        )

@@ -11,8 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require_number
 from blockmean._linalg import LinAlgError, eigh
-from blockmean.optim.adagrad import decayed_rate
-from blockmean.optim.forms import Rule
+from blockmean.optim.forms import FORMS, Rule
 from blockmean.optim.layout import Component
 from blockmean.optim.optimizer import BlockMeanOptimizer, Work, distinct
 from blockmean.optim.passes import effective_grad, move_
@@ -88,7 +87,7 @@ class AdaGradFull(BlockMeanOptimizer):
     def block_sums(self, work: Work) -> Tensor:
         """The gradient itself: every entry is a block."""
         group = work.group
-        rule = Rule(None, 0.0, group["weight_decay"], group["maximize"])
+        rule = Rule(FORMS["none"], None, 0.0, group["weight_decay"], group["maximize"], 0.0)
         grads = [
             param.new_zeros(param.numel()) if grad is None else effective_grad(param, grad, rule).flatten()
             for param, grad in zip(work.params, work.grads, strict=True)
@@ -115,11 +114,13 @@ class AdaGradFull(BlockMeanOptimizer):
         return step
 
     def apply_(self, work: Work, solution: Tensor) -> None:
+        lr = float(work.group["lr"])
         pieces = zip(work.params, work.grads, work.steps, work.per_block(solution), strict=True)
         for param, grad, step, delta in pieces:
             if grad is not None:
                 dtype = torch.promote_types(param.dtype, torch.float32)
-                move_(param, delta.view(param.shape).to(dtype), decayed_rate(work.group, step))
+                rate = lr / (1 + (step - 1) * work.group["lr_decay"])
+                move_(param, delta.view(param.shape).to(dtype), rate)
 
     def matrices(self, work: Work) -> Iterator[tuple[Component, Any, Tensor]]:
         for component, blocks, part in self.statistics(work, ["U"]):

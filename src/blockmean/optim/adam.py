@@ -18,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 from blockmean._checks import require, require_number
 from blockmean.blocks import By
 from blockmean.optim.correction import CorrectedOptimizer
-from blockmean.optim.forms import FORMS, Form, Rule
+from blockmean.optim.forms import FORMS, Rule
 from blockmean.optim.passes import arithmetic
 
 
@@ -111,7 +111,13 @@ class AdamBMA(CorrectedOptimizer):
         return {"step": torch.tensor(0.0, dtype=torch.float32), "exp_avg": zeros(), "exp_avg_sq": zeros()}
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        return Rule(group["betas"], group["eps"], group["weight_decay"], group["maximize"], group["correction_cap"])
-
-    def form(self, group: dict[str, Any]) -> Form:
-        return FORMS["balanced"]
+        return Rule(
+            FORMS["balanced" if group["correction"] else "none"],
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group["maximize"],
+            float(group["lr"]),
+            floor=group["eigenvalue_floor"],
+            cap=group["correction_cap"],
+        )

@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from blockmean._linalg import LinAlgError, inverse_root_minus_identity, times
-from blockmean.optim.forms import FORMS, SMALLEST_LAMBDA, Form, Rule
+from blockmean.optim.forms import SMALLEST_LAMBDA, Form, Rule
 from blockmean.optim.layout import Component
 from blockmean.optim.optimizer import BlockMeanOptimizer, Work, assemble
-from blockmean.optim.passes import Tensors, arithmetic, choose
+from blockmean.optim.passes import Passes, Tensors, arithmetic, choose
 
 
 def accumulate_(U: Tensor, u: Tensor, beta: float | None, present: Tensor | None) -> None:
@@ -77,6 +77,15 @@ def capped(c: Tensor, diagonal: Tensor, weight: Tensor, cap: float) -> Tensor:
     return torch.where(weight > 0, c.clamp(-limit, limit), 0.0)
 
 
+class Part(NamedTuple):
+    """Pieces that one rule and one implementation of the passes serve."""
+
+    run: slice  # among the pieces of the group
+    rule: Rule
+    tensors: Tensors
+    passes: Passes
+
+
 class CorrectedOptimizer(BlockMeanOptimizer):
     """A diagonal method with a correction between blocks: a `Rule` and a `Form`, and the passes that serve them all."""
 
@@ -84,76 +93,58 @@ class CorrectedOptimizer(BlockMeanOptimizer):
     leaves_plain = True
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        """How state follows from gradients."""
+        """The method, as the options of a group say."""
         raise NotImplementedError
-
-    def form(self, group: dict[str, Any]) -> Form:
-        """The correction, also where it is switched off."""
-        raise NotImplementedError
-
-    def floor(self, group: dict[str, Any]) -> float:
-        """The smallest eigenvalue of A."""
-        floor: float | None = group["eigenvalue_floor"]
-        return self.form(group).floor if floor is None else floor
-
-    def initial(self, work: Work) -> Tensor | None:
-        """The diagonal of U before the first step, (L,); None is 0."""
-        return None
-
-    def rates(self, work: Work) -> list[float]:
-        """The learning rate of every piece."""
-        return [float(work.group["lr"])] * len(work.params)
 
     def measures_diagonal(self, group: dict[str, Any]) -> bool:
-        return self.form(group).is_weighted
+        return self.rule({**group, "correction": True}).form.is_weighted
 
-    def _active(self, group: dict[str, Any]) -> Form:
-        return self.form(group) if group["correction"] else FORMS["none"]
-
-    def _parts(self, work: Work) -> Iterator[tuple[slice, Form, Tensors]]:
+    def _parts(self, work: Work) -> list[Part]:
         """The pieces that are corrected, and after them those that are not."""
+        rule, layout = self.rule(work.group), work.layout
         *first, second = (work.moments[key] for key in self.entry_state)
         lists = Tensors(work.params, work.grads, first[0] if first else [], second, work.steps, work.cuts)
-        count, form = sum(blocks.start < work.layout.num_coupled for blocks in work.blocks), self._active(work.group)
-        for run, own in ((slice(0, count), form), (slice(count, len(work.params)), FORMS["none"])):
-            if run.stop > run.start:
-                yield run, own, lists.part(run)
+        count = sum(blocks.start < layout.num_coupled for blocks in work.blocks) if rule.form.corrects else 0
+        runs = ((slice(0, count), rule), (slice(count, len(work.params)), rule.plain()))
+        foreach = work.group["foreach"]
+        return [
+            Part(run, own, tensors := lists.part(run), choose(tensors, foreach))
+            for run, own in runs
+            if run.stop > run.start
+        ]
 
     def block_sums(self, work: Work) -> Tensor:
-        rule, columns = self.rule(work.group), []
-        for _, form, tensors in self._parts(work):
-            columns.append(choose(tensors, work.group["foreach"]).block_sums(form, rule, tensors))
+        work.plan = self._parts(work)
+        columns = [part.passes.block_sums(part.rule, part.tensors) for part in work.plan]
         return torch.cat([pad(part, (0, 0, 0, len(columns[0]) - len(part))) for part in columns], 1)
 
     def apply_(self, work: Work, solution: tuple[Tensor, Tensor | None] | None) -> None:
-        rule, rates = self.rule(work.group), self.rates(work)
         c, kappa = ([] if x is None else work.per_block(x) for x in solution or (None, None))
-        for run, form, tensors in self._parts(work):
-            passes = choose(tensors, work.group["foreach"])
-            own = (c[run], kappa[run]) if form.corrects else ([], [])
-            passes.apply_(form, rule, tensors, rates[run], *own)
+        for part in work.plan:
+            own = (c[part.run], kappa[part.run]) if part.rule.form.corrects else ([], [])
+            part.passes.apply_(part.rule, part.tensors, *own)
 
     def solve(self, work: Work) -> tuple[Tensor, Tensor | None] | None:
         """c and κ, one number each per block, (L,); None without a correction, no κ where it is 1."""
-        group = work.group
-        form, rule, u = self._active(group), self.rule(group), work.sums[0]
-        if not form.corrects or len(work.sums) == 1:  # nothing that is corrected has a gradient
+        rule, u = work.plan[0].rule, work.sums[0]
+        form = rule.form
+        if not form.corrects:  # or nothing that is corrected has a gradient
             return None
         n, scale = self._measures(work, form)
         common = scale * (u if form.takes_raw_sums else work.sums[3 if form.is_weighted else 2])
         change, kappa = torch.zeros_like(common), torch.ones_like(common)
         beta = None if rule.betas is None else rule.betas[1]
         names = ["U", "energy"] if form.is_weighted else ["U"]
-        if group["refresh_every"] > 1 and not work.layout.is_diagonal:  # a diagonal has nothing to decompose
+        if work.group["refresh_every"] > 1 and not work.layout.is_diagonal:  # a diagonal has nothing to decompose
             names += ["root", "root_of"]
-        for component, blocks, part in self.statistics(work, names, self.initial(work)):
+        for component, blocks, part in self.statistics(work, names, rule.initial):
             present = None if work.present is None else work.present[blocks]
             accumulate_(part["U"], u[blocks], beta, present)
             own = n[blocks]
             if form.is_weighted:
                 average_(part["energy"], work.sums[1][blocks], beta, present)
                 own = part["energy"].sqrt() * (own > 0)
-            root = self._root(work, component, part, own)
+            root = self._root(work, rule, component, part, own)
             if root is None:
                 continue
             change[blocks] = times(root, common[blocks])
@@ -174,22 +165,22 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         n = work.sums[1]
         return n, torch.where(n > 0, work.layout.sizes.to(n, non_blocking=True).rsqrt(), 0.0)
 
-    def _root(self, work: Work, component: Component, part: dict[str, Tensor], n: Tensor) -> Tensor | None:
+    def _root(self, work: Work, rule: Rule, component: Component, part: dict[str, Tensor], n: Tensor) -> Tensor | None:
         """A^-½ − I, or an older one where that is to serve for several steps; None if it cannot be computed."""
-        group, form, layout = work.group, self.form(work.group), work.layout
+        layout = work.layout
         if "root" in part:
             present = torch.zeros(len(n), dtype=torch.bool, device="cpu")
             moving = [i for i in component.members if i in work.states]
             for i in moving:
                 first = layout.starts[i] - component.blocks.start
-                present[first : first + layout.count(i)] = True
-            due = any((int(work.states[i]["step"]) - 1) % group["refresh_every"] == 0 for i in moving)
+                present[first : first + layout.counts[i]] = True
+            due = any((int(work.states[i]["step"]) - 1) % work.group["refresh_every"] == 0 for i in moving)
             if not due and torch.equal(part["root_of"], present):
                 return part["root"]
             part["root_of"].copy_(present)
-        A = normalised(part["U"], n, form.keeps_diagonal)
+        A = normalised(part["U"], n, rule.form.keeps_diagonal)
         try:
-            root = inverse_root_minus_identity(A, self.floor(group))
+            root = inverse_root_minus_identity(A, rule.floor)
         except LinAlgError:
             self.count_fallback(len(A))
             if "root" in part:
@@ -200,8 +191,9 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         return root
 
     def matrices(self, work: Work) -> Iterator[tuple[Component, Any, Tensor]]:
-        form = self.form(work.group)
-        work.sums = assemble(work, self.block_sums(replace(work, group={**work.group, "correction": True})))
+        asked = replace(work, group={**work.group, "correction": True})
+        work.sums = assemble(work, self.block_sums(asked))
+        form = asked.plan[0].rule.form
         n, _ = self._measures(work, form)
         for component, blocks, part in self.statistics(work, ["U", "energy"] if form.is_weighted else ["U"]):
             own = part["energy"].sqrt() * (n[blocks] > 0) if form.is_weighted else n[blocks]

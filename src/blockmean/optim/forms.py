@@ -47,7 +47,7 @@ SMALLEST_LAMBDA = 0.1
 
 
 class Rule(NamedTuple):
-    """How state follows from gradients: AdaGrad's sums where there are no betas, else Adam's averages.
+    """All that a step needs to know of a method. State follows from gradients as AdaGrad's sums or Adam's averages:
 
         AdaGrad   m = g                       r ← r + g²                    ζ = √r    z = √(r + ε)
         Adam      m ← β₁ m + (1 − β₁) g       r ← β₂ r + (1 − β₂) g²        ζ = √r̂    z = ζ + ε       m̂, r̂ unbiased
@@ -55,8 +55,17 @@ class Rule(NamedTuple):
     AdaGrad adds weight decay to the gradient, Adam takes it from the parameters.
     """
 
-    betas: tuple[float, float] | None
+    form: Form
+    betas: tuple[float, float] | None  # None: AdaGrad
     eps: float
     weight_decay: float
     maximize: bool
+    lr: float
+    lr_decay: float = 0.0
+    initial: float = 0.0  # accumulators start at aI
+    floor: float = 1.0  # smallest eigenvalue of A
     cap: float | None = None  # longest correction of a block, in lengths of its diagonal step
+
+    def plain(self) -> Rule:
+        """The diagonal method."""
+        return self._replace(form=FORMS["none"])

@@ -91,6 +91,7 @@ class Layout:
         order += [i for i in range(len(tensors)) if i not in order]
         starts = dict(zip(order, first_blocks([self.cuts[i] for i in order]), strict=True))
         self.starts = [starts[i] for i in range(len(tensors))]
+        self.counts = [cut.count for cut in self.cuts]
         self.num_blocks = max((s + t.count for s, t in zip(self.starts, self.cuts, strict=True)), default=0)
         self.components = [
             Component(
@@ -144,10 +145,6 @@ class Layout:
             outputs=self.outputs,
             decompositions=decompositions,
         )
-
-    def count(self, i: int) -> int:
-        """The number of blocks of a tensor."""
-        return self.tensors[i].count
 
     def place(self, i: int) -> Tensor:
         """How a tensor is cut, its component, and its first row there: what another order is noticed by."""

@@ -49,6 +49,7 @@ class Work:
     sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L)
     present: Tensor | None = None  # which blocks take part, (L,); None: all
     in_order: bool = True  # the blocks of all pieces, one after the other, are those of the group
+    plan: Any = None  # whatever a method wants to remember from one pass to the next
 
     def per_block(self, values: Tensor) -> list[Tensor]:
         """The numbers of every piece's own blocks."""
@@ -156,7 +157,7 @@ class BlockMeanOptimizer(Optimizer):
         work = Work(number, group, layout, tensors, states, moments={key: [] for key in self.entry_state})
         others: dict[int, State] = {}  # no gradient of their own, in blocks that have one
         if layout.is_shared and len(states) < len(tensors):
-            touched = {layout.starts[i] for i in states if layout.count(i)}
+            touched = {layout.starts[i] for i in states if layout.counts[i]}
             others = {
                 i: self._state_of(tensors[i], group)
                 for i in layout.component_of
@@ -197,9 +198,11 @@ class BlockMeanOptimizer(Optimizer):
         state: State = self.state.get(param, {})
         if "step" not in state:
             return {**state, **self.init_state(param, group)}
-        dtype = arithmetic(param.dtype)
-        if any(state[key].dtype != dtype for key in self.entry_state if key in state):  # the model changed its dtype
-            return {**state, **{key: state[key].to(dtype) for key in self.entry_state if key in state}}
+        held = [key for key in self.entry_state if key in state]
+        if any(state[key].dtype != param.dtype for key in held):  # half precision, or the model changed its dtype
+            dtype = arithmetic(param.dtype)
+            if any(state[key].dtype != dtype for key in held):
+                return {**state, **{key: state[key].to(dtype) for key in held}}
         return state
 
     def _refuse_gradients(self, work: Work, others: Mapping[int, State]) -> None:
@@ -219,13 +222,13 @@ class BlockMeanOptimizer(Optimizer):
     # ---------------------------------------------------------------- statistics between blocks
 
     def statistics(
-        self, work: Work, names: Sequence[str], initial: Tensor | None = None
+        self, work: Work, names: Sequence[str], initial: float = 0.0
     ) -> Iterator[tuple[Component, Any, dict[str, Tensor]]]:
         """(component, its blocks, the named statistics) of every component that takes part; all diagonals are one.
 
         Each parameter keeps the rows of its own blocks, so that every way of saving and loading state works. Here they
-        are put together, may be changed in place, and go back afterwards. Blocks that are new start with `initial`
-        (L,) on the diagonal of U and in the energy, and with 0 in all else.
+        are put together, may be changed in place, and go back afterwards. Blocks that are new start with the diagonal
+        of U and the energy of H = `initial` I, and with 0 in all else.
         """
         for component, blocks in self._components(work):
             held = {
@@ -256,39 +259,39 @@ class BlockMeanOptimizer(Optimizer):
         component: Component,
         names: Sequence[str],
         held: Mapping[int, State],
-        initial: Tensor | None,
+        initial: float,
         like: Tensor,
     ) -> dict[str, Tensor]:
         """The statistics of a component, from the rows that its parameters hold."""
         holders = {layout.starts[i]: i for i in component.members}
         holders.update({layout.starts[i]: i for i in reversed(component.members) if i in held})
-        count = sum(layout.count(i) for i in holders.values())
+        count = sum(layout.counts[i] for i in holders.values())
         joined = {}
         for name in names:
             kind = self.statistics_kept[name]
             wide = (count,) if kind == "matrix" and not layout.is_diagonal else ()
             dtype, device = (torch.bool, "cpu") if kind == "mask" else (like.dtype, like.device)
             rows = [
-                held[i][name] if i in held else torch.zeros(layout.count(i), *wide, dtype=dtype, device=device)
+                held[i][name] if i in held else torch.zeros(layout.counts[i], *wide, dtype=dtype, device=device)
                 for i in holders.values()
             ]
             joined[name] = torch.cat(rows)
             first = 0
             for start, i in holders.items():
-                new = slice(first, first + layout.count(i))
+                new = slice(first, first + layout.counts[i])
                 first = new.stop
                 if i in held:
                     continue
                 joined[name][..., new] = 0  # a row that is gone takes its column with it
-                if name in ("U", "energy") and initial is not None:
+                if name in ("U", "energy") and initial:
                     diagonal = joined[name] if joined[name].ndim == 1 else joined[name].diagonal()
-                    diagonal[new] = initial[start : start + layout.count(i)].to(like)
+                    diagonal[new] = initial * layout.sizes[start : start + layout.counts[i]].to(like)
         return joined
 
     def _keep(self, work: Work, component: Component, joined: dict[str, Tensor], held: Mapping[int, State]) -> None:
         """Give every parameter its rows: in place where it has them, else as its own new tensors."""
         layout = work.layout
-        counts = {layout.starts[i]: layout.count(i) for i in component.members}
+        counts = {layout.starts[i]: layout.counts[i] for i in component.members}
         new = [i for i in component.members if i in work.states and i not in held]
         for name, values in joined.items():
             rows = dict(zip(counts, values.split(list(counts.values())), strict=True))
@@ -634,7 +637,7 @@ class BlockMeanOptimizer(Optimizer):
             held = {i: state for i, state in states.items() if "U" in state and "blocks" in state}
             where = torch.full((component.blocks.stop - component.blocks.start,), -1, device="cpu")
             for i, state in held.items():
-                first, row, count = layout.starts[i] - component.blocks.start, int(state["blocks"][2]), layout.count(i)
+                first, row, count = layout.starts[i] - component.blocks.start, int(state["blocks"][2]), layout.counts[i]
                 where[first : first + count] = torch.arange(row, row + count)
                 state["blocks"] = layout.place(i)
             for state in held.values():

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from blockmean.blocks import TensorBlocks
-from blockmean.optim.forms import Form, Rule
+from blockmean.blocks import TensorBlocks, spread_blocks, sum_blocks
+from blockmean.optim.forms import Rule
 
 FOREACH_ENTRIES = 2**22
 """Entries that the foreach passes work on at a time: their temporary lists are as long."""
@@ -89,6 +89,11 @@ def debiased(rule: Rule, step: int) -> tuple[float, float]:
     return 1 / (1 - rule.betas[0] ** step), 1 / (1 - rule.betas[1] ** step)
 
 
+def rate_of(rule: Rule, step: int) -> float:
+    """AdaGrad's learning rate η / (1 + (t − 1) decay); without decay η."""
+    return rule.lr / (1 + (step - 1) * rule.lr_decay)
+
+
 def vanishes(rule: Rule, dtype: torch.dtype) -> bool:
     """Whether z can be 0: ε is, or is too small for the dtype. Then z is made infinite, and nothing moves."""
     return rule.eps < torch.finfo(dtype).tiny
@@ -97,25 +102,23 @@ def vanishes(rule: Rule, dtype: torch.dtype) -> bool:
 # ---------------------------------------------------------------- tensor by tensor
 
 
-def reference_sums(form: Form, rule: Rule, tensors: Tensors) -> Tensor:
+def reference_sums(rule: Rule, tensors: Tensors) -> Tensor:
     """Pass 1: the rows named above for the blocks of every tensor, one after the other, in float64."""
     columns = []
     for i, (param, grad, r, step, cut) in enumerate(
         zip(tensors.params, tensors.grads, tensors.second, tensors.steps, tensors.cuts, strict=True)
     ):
         g = None if grad is None else effective_grad(param, grad, rule)
-        columns.append(_sums(form, rule, g, tensors.first[i] if rule.betas else g, r, step, cut))
+        columns.append(_sums(rule, g, tensors.first[i] if rule.betas else g, r, step, cut))
     return torch.stack([torch.cat(row) for row in zip(*columns, strict=True)]).double()
 
 
-def _sums(
-    form: Form, rule: Rule, g: Tensor | None, m: Tensor | None, r: Tensor, step: int, cut: TensorBlocks
-) -> list[Tensor]:
+def _sums(rule: Rule, g: Tensor | None, m: Tensor | None, r: Tensor, step: int, cut: TensorBlocks) -> list[Tensor]:
     """The sums over the blocks of one tensor; without a gradient only what the accumulated squares say."""
     u = nothing = r.new_zeros(cut.count)
     if g is not None:
         u = cut.sum(g)
-    if not form.corrects:
+    if not rule.form.corrects:
         return [u]
     if g is not None and m is not None:
         if rule.betas is None:
@@ -124,15 +127,15 @@ def _sums(
             m = m.lerp(g, 1 - rule.betas[0])
             r = (r * rule.betas[1]).addcmul_(g, g, value=1 - rule.betas[1])
     gain, gain_r = debiased(rule, step)
-    zeta, z = _scales(rule, r, gain_r, form.is_weighted)
-    scale = cut.sum(r).mul_(gain_r) if form.is_weighted else cut.sum(z)
+    zeta, z = _scales(rule, r, gain_r, rule.form.is_weighted)
+    scale = cut.sum(r).mul_(gain_r) if rule.form.is_weighted else cut.sum(z)
     if vanishes(rule, z.dtype):
         z.masked_fill_(z == 0, torch.inf)
-    if form.takes_raw_sums:
+    if rule.form.takes_raw_sums:
         return [u, scale]
     w = z.rsqrt() if zeta is None else zeta.mul_(z.rsqrt())
     b = nothing if g is None or m is None else cut.sum(w * m).mul_(gain)
-    if not form.is_weighted:
+    if not rule.form.is_weighted:
         return [u, scale, b]
     rows = [u, nothing if g is None else cut.sum(g * g), scale, b]
     if rule.cap is not None:
@@ -149,9 +152,7 @@ def _scales(rule: Rule, r: Tensor, gain_r: float, with_zeta: bool) -> tuple[Tens
     return zeta, zeta + rule.eps
 
 
-def reference_apply_(
-    form: Form, rule: Rule, tensors: Tensors, rates: list[float], c: list[Tensor], kappa: list[Tensor]
-) -> None:
+def reference_apply_(rule: Rule, tensors: Tensors, c: list[Tensor], kappa: list[Tensor]) -> None:
     """Pass 2: moments, then θ ← θ − η (κ m̂/z + w c), c and κ one number per block of each tensor; empty is 0 and 1."""
     for i, (param, grad, r, step, cut) in enumerate(
         zip(tensors.params, tensors.grads, tensors.second, tensors.steps, tensors.cuts, strict=True)
@@ -166,7 +167,7 @@ def reference_apply_(
             m = tensors.first[i].lerp_(g, 1 - rule.betas[0])
             r.mul_(rule.betas[1]).addcmul_(g, g, value=1 - rule.betas[1])
         gain, gain_r = debiased(rule, step)
-        zeta, z = _scales(rule, r, gain_r, form.is_weighted)
+        zeta, z = _scales(rule, r, gain_r, rule.form.is_weighted)
         if vanishes(rule, z.dtype):
             z.masked_fill_(z == 0, torch.inf)
         delta = m / z
@@ -179,7 +180,7 @@ def reference_apply_(
             delta.addcmul_(w, cut.spread(c[i].to(g.dtype)))
         if rule.weight_decay and rule.betas is not None:
             delta.add_(param, alpha=rule.weight_decay)
-        move_(param, delta, rates[i])
+        move_(param, delta, rate_of(rule, step))
 
 
 def move_(param: Tensor, delta: Tensor, rate: float) -> None:
@@ -193,18 +194,18 @@ def move_(param: Tensor, delta: Tensor, rate: float) -> None:
 # ---------------------------------------------------------------- whole lists at a time
 
 
-def foreach_sums(form: Form, rule: Rule, tensors: Tensors) -> Tensor:
+def foreach_sums(rule: Rule, tensors: Tensors) -> Tensor:
     """Pass 1 with torch's foreach operations."""
-    return torch.cat([_foreach_part_sums(form, rule, part) for _, part in tensors.parts()], 1)
+    return torch.cat([_foreach_part_sums(rule, part) for _, part in tensors.parts()], 1)
 
 
-def _foreach_part_sums(form: Form, rule: Rule, part: Tensors) -> Tensor:
+def _foreach_part_sums(rule: Rule, part: Tensors) -> Tensor:
     def summed(values: Any) -> Tensor:
-        return torch.cat([cut.sum(x) for cut, x in zip(part.cuts, values, strict=True)]).double()
+        return sum_blocks(part.cuts, values).double()
 
     g = _foreach_grads(rule, part)
     rows = [summed(g)]
-    if not form.corrects:
+    if not rule.form.corrects:
         return torch.stack(rows)
     m: Any = g
     if rule.betas is None:
@@ -214,17 +215,17 @@ def _foreach_part_sums(form: Form, rule: Rule, part: Tensors) -> Tensor:
         r = torch._foreach_mul(part.second, rule.betas[1])
         torch._foreach_addcmul_(r, g, g, 1 - rule.betas[1])
     gains = [debiased(rule, step) for step in part.steps]
-    zeta, z = _foreach_scales(rule, r, [gain_r for _, gain_r in gains], form.is_weighted)
-    scale = summed(r) if form.is_weighted else summed(z)
+    zeta, z = _foreach_scales(rule, r, [gain_r for _, gain_r in gains], rule.form.is_weighted)
+    scale = summed(r) if rule.form.is_weighted else summed(z)
     _foreach_mask_(rule, z)
-    if form.takes_raw_sums:
+    if rule.form.takes_raw_sums:
         return torch.stack([*rows, scale])
     if rule.cap is not None:
         length = torch._foreach_div(m, z)
         torch._foreach_mul_(length, length)
     w = _foreach_weights(zeta, z)
     b = summed(torch._foreach_mul(w, m))
-    if not form.is_weighted:
+    if not rule.form.is_weighted:
         return torch.stack([*rows, scale, b])
     gain, gain_r = (_per_block(column, part, scale) for column in zip(*gains, strict=True))
     rows += [summed(torch._foreach_mul(g, g)), scale * gain_r, b * gain]
@@ -242,9 +243,7 @@ def _per_block(values: tuple[float, ...], part: Tensors, like: Tensor) -> float 
     return torch.tensor(values, dtype=like.dtype).repeat_interleave(counts).to(like.device, non_blocking=True)
 
 
-def foreach_apply_(
-    form: Form, rule: Rule, tensors: Tensors, rates: list[float], c: list[Tensor], kappa: list[Tensor]
-) -> None:
+def foreach_apply_(rule: Rule, tensors: Tensors, c: list[Tensor], kappa: list[Tensor]) -> None:
     """Pass 2 with torch's foreach operations."""
     for start, part in tensors.parts():
         g = _foreach_grads(rule, part)
@@ -258,27 +257,24 @@ def foreach_apply_(
             torch._foreach_mul_(r, rule.betas[1])
             torch._foreach_addcmul_(r, g, g, 1 - rule.betas[1])
         gains = [debiased(rule, step) for step in part.steps]
-        zeta, z = _foreach_scales(rule, r, [gain[1] for gain in gains], form.is_weighted)
+        zeta, z = _foreach_scales(rule, r, [gain[1] for gain in gains], rule.form.is_weighted)
         _foreach_mask_(rule, z)
         delta = torch._foreach_div(m, z)
         if rule.betas is not None:
             torch._foreach_mul_(delta, [gain[0] for gain in gains])
+        own = slice(start, start + len(delta))
         if kappa:
-            torch._foreach_mul_(delta, _spread(part, kappa[start:], g[0].dtype))
+            torch._foreach_mul_(delta, spread_blocks(part.cuts, kappa[own], g[0].dtype))
         if c:
-            torch._foreach_addcmul_(delta, _foreach_weights(zeta, z), _spread(part, c[start:], g[0].dtype))
+            spread = spread_blocks(part.cuts, c[own], g[0].dtype)
+            torch._foreach_addcmul_(delta, _foreach_weights(zeta, z), spread)
         if rule.weight_decay and rule.betas is not None:
             torch._foreach_add_(delta, part.params, alpha=rule.weight_decay)
-        torch._foreach_mul_(delta, [-rate for rate in rates[start : start + len(delta)]])
+        torch._foreach_mul_(delta, [-rate_of(rule, step) for step in part.steps])
         if part.params[0].dtype == delta[0].dtype:
             torch._foreach_add_(part.params, delta)
         else:
             torch._foreach_copy_(part.params, torch._foreach_add([p.to(g[0].dtype) for p in part.params], delta))
-
-
-def _spread(part: Tensors, values: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Numbers per block, ready to broadcast against the tensors of a part."""
-    return [cut.spread(x.to(dtype)) for cut, x in zip(part.cuts, values, strict=False)]
 
 
 def _foreach_grads(rule: Rule, part: Tensors) -> list[Tensor]:
