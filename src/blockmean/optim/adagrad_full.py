@@ -98,7 +98,7 @@ class AdaGradFull(BlockMeanOptimizer):
         """H^-½ g of the principal submatrix of the entries that have a gradient."""
         g, floor = work.sums[0], work.group["eigenvalue_floor"]
         step = torch.zeros_like(g)
-        for _, _, part in self.statistics(work, ["U"]):
+        for _, part in self.statistics(work, ["U"]):
             H = part["U"].addr_(g, g)
             on: Any = slice(None) if work.present is None else work.present
             H, own = H[on][:, on], g[on]
@@ -122,6 +122,6 @@ class AdaGradFull(BlockMeanOptimizer):
                 rate = lr / (1 + (step - 1) * work.group["lr_decay"])
                 move_(param, delta.view(param.shape).to(dtype), rate)
 
-    def matrices(self, work: Work) -> Iterator[tuple[Component, Any, Tensor]]:
-        for component, blocks, part in self.statistics(work, ["U"]):
-            yield component, blocks, part["U"]
+    def matrices(self, work: Work) -> Iterator[tuple[Component, Tensor]]:
+        for component, part in self.statistics(work, ["U"]):
+            yield component, part["U"]

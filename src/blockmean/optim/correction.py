@@ -137,7 +137,8 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         names = ["U", "energy"] if form.is_weighted else ["U"]
         if work.group["refresh_every"] > 1 and not work.layout.is_diagonal:  # a diagonal has nothing to decompose
             names += ["root", "root_of"]
-        for component, blocks, part in self.statistics(work, names, rule.initial):
+        for component, part in self.statistics(work, names, rule.initial):
+            blocks = component.blocks
             present = None if work.present is None else work.present[blocks]
             accumulate_(part["U"], u[blocks], beta, present)
             own = n[blocks]
@@ -190,11 +191,12 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             part["root"].copy_(root)
         return root
 
-    def matrices(self, work: Work) -> Iterator[tuple[Component, Any, Tensor]]:
+    def matrices(self, work: Work) -> Iterator[tuple[Component, Tensor]]:
         asked = replace(work, group={**work.group, "correction": True})
         work.sums = assemble(work, self.block_sums(asked))
         form = asked.plan[0].rule.form
         n, _ = self._measures(work, form)
-        for component, blocks, part in self.statistics(work, ["U", "energy"] if form.is_weighted else ["U"]):
-            own = part["energy"].sqrt() * (n[blocks] > 0) if form.is_weighted else n[blocks]
-            yield component, blocks, normalised(part["U"], own, form.keeps_diagonal)
+        for component, part in self.statistics(work, ["U", "energy"] if form.is_weighted else ["U"]):
+            own = n[component.blocks]
+            own = part["energy"].sqrt() * (own > 0) if form.is_weighted else own
+            yield component, normalised(part["U"], own, form.keeps_diagonal)

@@ -185,8 +185,9 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         variance, lam = within / (sizes - 1).clamp(min=1), torch.zeros_like(u)
         trace = torch.zeros_like(u[0])
         found: list[tuple[Any, Tensor]] = []
-        for _, blocks, part in self.statistics(work, list(self.statistics_kept)):
-            beta, present = group["beta"], on[blocks]
+        for component, part in self.statistics(work, list(self.statistics_kept)):
+            blocks, beta = component.blocks, group["beta"]
+            present = on[blocks]
             accumulate_(part["U"], u[blocks], beta, present)
             average_(part["weight"], torch.ones_like(u[blocks]), beta, present)
             average_(part["variance"], variance[blocks], beta, present)
@@ -214,9 +215,9 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             self._predicted += float(group["lr"]) * slope / 2
         return u / sizes, inverse, solved * sizes.rsqrt()
 
-    def matrices(self, work: Work) -> Iterator[tuple[Component, Any, Tensor]]:
-        for component, blocks, part in self.statistics(work, list(self.statistics_kept)):
-            yield component, blocks, _matrix(work.layout.sizes[blocks].to(part["U"]), part)
+    def matrices(self, work: Work) -> Iterator[tuple[Component, Tensor]]:
+        for component, part in self.statistics(work, list(self.statistics_kept)):
+            yield component, _matrix(work.layout.sizes[component.blocks].to(part["U"]), part)
 
     def _solve(self, A: Tensor, damping: float, b: Tensor) -> Tensor:
         try:

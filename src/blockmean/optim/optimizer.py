@@ -27,8 +27,7 @@ from blockmean.blocks import BY, By, TensorBlocks, cut, outputs_of
 from blockmean.optim.inspection import BlockStatistics, eigenvalues_of
 from blockmean.optim.layout import COUPLINGS, MATRIX_LIMIT, Component, Layout
 from blockmean.optim.passes import arithmetic
-
-State = dict[str, Any]
+from blockmean.optim.statistics import State, arrange, check_places, gather, scatter, taking_part, without_gaps
 
 
 @dataclass
@@ -223,84 +222,18 @@ class BlockMeanOptimizer(Optimizer):
 
     def statistics(
         self, work: Work, names: Sequence[str], initial: float = 0.0
-    ) -> Iterator[tuple[Component, Any, dict[str, Tensor]]]:
-        """(component, its blocks, the named statistics) of every component that takes part; all diagonals are one.
+    ) -> Iterator[tuple[Component, dict[str, Tensor]]]:
+        """The named statistics of every component that takes part, to be changed in place; all diagonals are one.
 
-        Each parameter keeps the rows of its own blocks, so that every way of saving and loading state works. Here they
-        are put together, may be changed in place, and go back afterwards. Blocks that are new start with the diagonal
-        of U and the energy of H = `initial` I, and with 0 in all else.
+        Blocks that are new start with the diagonal of U and the energy of H = `initial` I, and with 0 in all else.
         """
-        for component, blocks in self._components(work):
-            held = {
-                i: state
-                for i in component.members
-                if all(name in (state := self.state.get(work.tensors[i], {})) for name in (*names, "blocks"))
-            }
-            joined = self._joined(work.layout, component, names, held, initial, work.sums)
-            yield component, blocks, joined
-            self._keep(work, component, joined, held)
-
-    def _components(self, work: Work) -> Iterator[tuple[Component, Any]]:
-        """Every component that takes part, and its blocks; with coupling "none" one of all tensors that take part."""
-        layout = work.layout
-        active = [c for c in layout.components if any(i in work.states for i in c.members)]
-        if not layout.is_diagonal or len(active) < 2:
-            yield from ((component, component.blocks) for component in active)
-            return
-        blocks: Any = slice(active[0].blocks.start, active[-1].blocks.stop)
-        if len(active) < len(layout.components):
-            parts = [torch.arange(c.blocks.start, c.blocks.stop, device=work.sums.device) for c in active]
-            blocks = torch.cat(parts)
-        yield Component("none", [i for c in active for i in c.members], blocks), blocks
-
-    def _joined(
-        self,
-        layout: Layout,
-        component: Component,
-        names: Sequence[str],
-        held: Mapping[int, State],
-        initial: float,
-        like: Tensor,
-    ) -> dict[str, Tensor]:
-        """The statistics of a component, from the rows that its parameters hold."""
-        holders = {layout.starts[i]: i for i in component.members}
-        holders.update({layout.starts[i]: i for i in reversed(component.members) if i in held})
-        count = sum(layout.counts[i] for i in holders.values())
-        joined = {}
-        for name in names:
-            kind = self.statistics_kept[name]
-            wide = (count,) if kind == "matrix" and not layout.is_diagonal else ()
-            dtype, device = (torch.bool, "cpu") if kind == "mask" else (like.dtype, like.device)
-            rows = [
-                held[i][name] if i in held else torch.zeros(layout.counts[i], *wide, dtype=dtype, device=device)
-                for i in holders.values()
-            ]
-            joined[name] = torch.cat(rows)
-            first = 0
-            for start, i in holders.items():
-                new = slice(first, first + layout.counts[i])
-                first = new.stop
-                if i in held:
-                    continue
-                joined[name][..., new] = 0  # a row that is gone takes its column with it
-                if name in ("U", "energy") and initial:
-                    diagonal = joined[name] if joined[name].ndim == 1 else joined[name].diagonal()
-                    diagonal[new] = initial * layout.sizes[start : start + layout.counts[i]].to(like)
-        return joined
-
-    def _keep(self, work: Work, component: Component, joined: dict[str, Tensor], held: Mapping[int, State]) -> None:
-        """Give every parameter its rows: in place where it has them, else as its own new tensors."""
-        layout = work.layout
-        counts = {layout.starts[i]: layout.counts[i] for i in component.members}
-        new = [i for i in component.members if i in work.states and i not in held]
-        for name, values in joined.items():
-            rows = dict(zip(counts, values.split(list(counts.values())), strict=True))
-            if held:
-                torch._foreach_copy_([s[name] for s in held.values()], [rows[layout.starts[i]] for i in held])
-            for i in new:
-                work.states[i][name] = rows[layout.starts[i]].clone()
-        for i in new:
-            work.states[i]["blocks"] = layout.place(i)
+        layout, kinds = work.layout, {name: self.statistics_kept[name] for name in names}
+        for component in taking_part(layout, work.states, work.sums.device):
+            known = {i: self.state.get(work.tensors[i], {}) for i in component.members}
+            held = {i: state for i, state in known.items() if {"blocks", *names} <= state.keys()}
+            gathered = gather(layout, component, kinds, held, initial, work.sums)
+            yield component, gathered
+            scatter(layout, component, gathered, held, work.states)
 
     def count_fallback(self, num_blocks: int) -> None:
         """Note that an eigendecomposition failed; the first one is said."""
@@ -312,8 +245,8 @@ class BlockMeanOptimizer(Optimizer):
             )
         self.diagonal_fallbacks += 1
 
-    def matrices(self, work: Work) -> Iterator[tuple[Component, Any, Tensor]]:
-        """(component, its blocks, A) at rest, for `block_statistics`."""
+    def matrices(self, work: Work) -> Iterator[tuple[Component, Tensor]]:
+        """A of every component at rest, for `block_statistics`."""
         raise NotImplementedError
 
     def measures_diagonal(self, group: dict[str, Any]) -> bool:
@@ -335,8 +268,8 @@ class BlockMeanOptimizer(Optimizer):
                 continue
             layout = work.layout
             common, change = self._last.get(number, (None, None))
-            for component, where, A in self.matrices(work):
-                blocks = torch.arange(layout.num_blocks)[where]
+            for component, A in self.matrices(work):
+                blocks = torch.arange(layout.num_blocks)[component.blocks]
                 found.append(
                     BlockStatistics(
                         group=number,
@@ -347,8 +280,8 @@ class BlockMeanOptimizer(Optimizer):
                         A=A,
                         eigenvalues=eigenvalues_of(A),
                         is_normalised=self.measures_diagonal(work.group),
-                        common=None if common is None else common[blocks],
-                        change=None if change is None else change[blocks],
+                        common=None if common is None else common[component.blocks],
+                        change=None if change is None else change[component.blocks],
                     )
                 )
         return found
@@ -485,11 +418,11 @@ class BlockMeanOptimizer(Optimizer):
             outputs = [o if s == t else 0 for o, s, t in zip(layout.outputs, layout.shapes, shapes, strict=True)]
             layout = self._make_layout(group, tensors, wanted[0], outputs)
         states = {i: self.state[param] for i, param in enumerate(tensors) if param in self.state}
-        self._check_places(layout, states, shown_names(group), "Delete 'U' from the states of the group to start over.")
+        check_places(layout, states, shown_names(group), "Delete 'U' from the states of the group to start over.")
         self._layouts[number] = layout
         group["blocks"] = layout.fingerprint
         self._last.pop(number, None)
-        self._arrange(layout, tensors)
+        arrange(layout, states, self.statistics_kept)
         return layout
 
     # ---------------------------------------------------------------- saving and loading
@@ -505,7 +438,7 @@ class BlockMeanOptimizer(Optimizer):
         self._last = {}
         for param in (param for group in self.param_groups for param in group["params"]):
             if param in self.state:
-                self.state[param] = _without_gaps(self.state[param])
+                self.state[param] = without_gaps(self.state[param])
             kept = self.state.get(param, {})
             if "step" in kept and not isinstance(kept["step"], Tensor):
                 kept["step"] = torch.tensor(float(kept["step"]), dtype=torch.float32)
@@ -539,8 +472,8 @@ class BlockMeanOptimizer(Optimizer):
                     for name, value in incoming["state"].get(key, {}).items():
                         if isinstance(value, Tensor):
                             self.state[param][name] = self._adopted(param, name, value)
-                tensors = distinct(group)
-                self._arrange(layouts[number], tensors)
+                states = {i: self.state[param] for i, param in enumerate(distinct(group)) if param in self.state}
+                arrange(layouts[number], states, self.statistics_kept)
 
         # After the user's hooks that change the dict, and before those that look at the result.
         handles = [
@@ -587,7 +520,7 @@ class BlockMeanOptimizer(Optimizer):
         owner, current = type(self).__name__, self.param_groups[number]
         places = {key: i for i, key in enumerate(dict.fromkeys(group["params"]))}
         tensors = distinct(current)
-        states = {i: _without_gaps(saved[key]) for key, i in places.items() if key in saved and i < len(tensors)}
+        states = {i: without_gaps(saved[key]) for key, i in places.items() if key in saved and i < len(tensors)}
         for i, state in states.items():
             missing = [key for key in ("step", *self.entry_state) if key not in state] if "step" in state else []
             missing = [key for key in missing if key not in self.optional_state]
@@ -608,42 +541,8 @@ class BlockMeanOptimizer(Optimizer):
         if group.get("coupling", "all") != layout.coupling:
             layout = layout.coupled(group["coupling"], owner)
         remedy = f"Construct {owner} with the model that was used then, or delete 'U' from the saved states."
-        self._check_places(layout, states, shown_names(current), remedy)
+        check_places(layout, states, shown_names(current), remedy)
         return layout
-
-    def _check_places(self, layout: Layout, states: Mapping[int, State], names: list[str], remedy: str) -> None:
-        """Raise unless the blocks of every component shared a matrix when their statistics were gathered."""
-        places = {i: state["blocks"].tolist() for i, state in states.items() if "blocks" in state}
-        for component in layout.components:
-            members = [i for i in component.members if i in places]
-            members = [i for i in members if "U" in states[i]]
-            changed = next((i for i in members if places[i][0] != layout.tensors[i].digest), None)
-            if changed is not None:
-                raise ValueError(f"{names[changed]} was cut into other blocks when its statistics began. {remedy}")
-            before = {places[i][1] for i in members}
-            strangers = [
-                i for i in places if places[i][1] in before and i not in component.members and "U" in states[i]
-            ]
-            if len(before) > 1 or strangers:
-                raise ValueError(
-                    f"The blocks of {', '.join(names[i] for i in members)} were coupled with others when their "
-                    f"statistics began than they are with coupling={layout.coupling!r} here. {remedy}"
-                )
-
-    def _arrange(self, layout: Layout, tensors: list[Tensor]) -> None:
-        """Bring the columns of statistics that were gathered in another order of blocks into the order of this one."""
-        for component in layout.components:
-            states = {i: self.state.get(tensors[i], {}) for i in component.members}
-            held = {i: state for i, state in states.items() if "U" in state and "blocks" in state}
-            where = torch.full((component.blocks.stop - component.blocks.start,), -1, device="cpu")
-            for i, state in held.items():
-                first, row, count = layout.starts[i] - component.blocks.start, int(state["blocks"][2]), layout.counts[i]
-                where[first : first + count] = torch.arange(row, row + count)
-                state["blocks"] = layout.place(i)
-            for state in held.values():
-                for name, kind in self.statistics_kept.items():
-                    if kind == "matrix" and not layout.is_diagonal and name in state:
-                        state[name] = _rearranged(state[name], where)
 
 
 _FROM_BEFORE = (
@@ -655,11 +554,6 @@ _FROM_BEFORE = (
 def distinct(group: dict[str, Any]) -> list[Tensor]:
     """The parameters of a group, each once: torch only warns about duplicates."""
     return list(dict.fromkeys(group["params"]))
-
-
-def _without_gaps(state: State) -> State:
-    """A state without the empty dicts that torch.distributed.checkpoint puts where nothing was saved."""
-    return {key: value for key, value in state.items() if not (isinstance(value, dict) and not value)}
 
 
 def given_names(group: dict[str, Any]) -> list[str]:
@@ -693,14 +587,6 @@ def assemble(work: Work, columns: Tensor) -> Tensor:
     sums = columns.new_zeros(len(columns), work.layout.num_blocks)
     index = torch.cat([torch.arange(b.start, b.stop, device=columns.device) for b in work.blocks])
     return sums.index_add_(1, index, columns)
-
-
-def _rearranged(rows: Tensor, where: Tensor) -> Tensor:
-    """Rows with the columns of a matrix in another order; 0 where there was none."""
-    if torch.equal(where, torch.arange(rows.shape[1], device="cpu")):
-        return rows
-    index, gone = where.clamp(min=0).to(rows.device), (where < 0).to(rows.device)
-    return rows.index_select(1, index).masked_fill_(gone, 0)
 
 
 def _describe_nonfinite(work: Work) -> str:

@@ -1,0 +1,132 @@
+"""Statistics between blocks: matrices of components in a step, rows of these matrices in the state of each parameter.
+
+A parameter keeps the rows of its own blocks, with the columns in the order of its component. So every way of saving and
+loading state works, parameter by parameter, and nothing is lost with a parameter that is frozen or dropped. What tells
+another order of columns is `state["blocks"]`: how the tensor is cut, its component, and its first row there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockmean.optim.layout import Component, Layout
+
+State = dict[str, Any]
+
+
+def taking_part(layout: Layout, states: Mapping[int, State], device: torch.device) -> Iterator[Component]:
+    """Every component with a tensor among `states`; with coupling "none" one component of all of them."""
+    active = [component for component in layout.components if any(i in states for i in component.members)]
+    if not layout.is_diagonal or len(active) < 2:
+        yield from active
+        return
+    blocks: Any = slice(active[0].blocks.start, active[-1].blocks.stop)
+    if len(active) < len(layout.components):
+        blocks = torch.cat([torch.arange(c.blocks.start, c.blocks.stop, device=device) for c in active])
+    yield Component("none", [i for component in active for i in component.members], blocks)
+
+
+def gather(
+    layout: Layout,
+    component: Component,
+    kinds: Mapping[str, str],
+    held: Mapping[int, State],
+    initial: float,
+    like: Tensor,
+) -> dict[str, Tensor]:
+    """The named statistics of a component from the rows in `held`, as new tensors.
+
+    Blocks that nobody holds start with the diagonal of U and the energy of H = `initial` I, and with 0 in all else.
+    """
+    holders = {layout.starts[i]: i for i in component.members}
+    holders.update({layout.starts[i]: i for i in reversed(component.members) if i in held})
+    count = sum(layout.counts[i] for i in holders.values())
+    gathered = {}
+    for name, kind in kinds.items():
+        wide = (count,) if kind == "matrix" and not layout.is_diagonal else ()
+        dtype, device = (torch.bool, "cpu") if kind == "mask" else (like.dtype, like.device)
+        gathered[name] = values = torch.cat(
+            [
+                held[i][name] if i in held else torch.zeros(layout.counts[i], *wide, dtype=dtype, device=device)
+                for i in holders.values()
+            ]
+        )
+        first = 0
+        for start, i in holders.items():
+            new = slice(first, first + layout.counts[i])
+            first = new.stop
+            if i not in held:
+                values[..., new] = 0  # a row that is gone takes its column with it
+                if initial and name in ("U", "energy"):
+                    diagonal = values if values.ndim == 1 else values.diagonal()
+                    diagonal[new] = initial * layout.sizes[start : start + layout.counts[i]].to(like)
+    return gathered
+
+
+def scatter(
+    layout: Layout,
+    component: Component,
+    gathered: Mapping[str, Tensor],
+    held: Mapping[int, State],
+    states: Mapping[int, State],
+) -> None:
+    """Give every parameter its rows: in place if it has them, else as new tensors to those among `states`."""
+    counts = {layout.starts[i]: layout.counts[i] for i in component.members}
+    new = [i for i in component.members if i in states and i not in held]
+    for name, values in gathered.items():
+        rows = dict(zip(counts, values.split(list(counts.values())), strict=True))
+        if held:
+            torch._foreach_copy_([s[name] for s in held.values()], [rows[layout.starts[i]] for i in held])
+        for i in new:
+            states[i][name] = rows[layout.starts[i]].clone()
+    for i in new:
+        states[i]["blocks"] = layout.place(i)
+
+
+def check_places(layout: Layout, states: Mapping[int, State], names: Sequence[str], remedy: str) -> None:
+    """Raise unless the blocks of every component shared a matrix when their statistics were gathered."""
+    places = {i: state["blocks"].tolist() for i, state in states.items() if "blocks" in state and "U" in state}
+    for component in layout.components:
+        members = [i for i in component.members if i in places]
+        changed = next((i for i in members if places[i][0] != layout.tensors[i].digest), None)
+        if changed is not None:
+            raise ValueError(f"{names[changed]} was cut into other blocks when its statistics began. {remedy}")
+        before = {places[i][1] for i in members}
+        strangers = [i for i in places if places[i][1] in before and i not in component.members]
+        if len(before) > 1 or strangers:
+            raise ValueError(
+                f"The blocks of {', '.join(names[i] for i in members)} were coupled with others when their statistics "
+                f"began than they are with coupling={layout.coupling!r} here. {remedy}"
+            )
+
+
+def arrange(layout: Layout, states: Mapping[int, State], kinds: Mapping[str, str]) -> None:
+    """Bring the columns of rows that were gathered in another order of blocks into the order of this layout."""
+    for component in layout.components:
+        held = {i: states[i] for i in component.members if {"U", "blocks"} <= states.get(i, {}).keys()}
+        where = torch.full((component.blocks.stop - component.blocks.start,), -1, device="cpu")
+        for i, state in held.items():
+            first, row, count = layout.starts[i] - component.blocks.start, int(state["blocks"][2]), layout.counts[i]
+            where[first : first + count] = torch.arange(row, row + count, device="cpu")
+            state["blocks"] = layout.place(i)
+        for state in held.values():
+            for name, kind in kinds.items():
+                if kind == "matrix" and not layout.is_diagonal and name in state:
+                    state[name] = _with_columns(state[name], where)
+
+
+def _with_columns(rows: Tensor, where: Tensor) -> Tensor:
+    """Rows with their columns taken from the given places; 0 for a place of −1."""
+    if torch.equal(where, torch.arange(rows.shape[1], device="cpu")):
+        return rows
+    index, gone = where.clamp(min=0).to(rows.device), (where < 0).to(rows.device)
+    return rows.index_select(1, index).masked_fill_(gone, 0)
+
+
+def without_gaps(state: State) -> State:
+    """A state without the empty dicts that torch.distributed.checkpoint puts where nothing was saved."""
+    return {key: value for key, value in state.items() if not (isinstance(value, dict) and not value)}
