@@ -80,7 +80,7 @@ class TensorBlocks:
     def sum(self, x: Tensor) -> Tensor:
         """Block sums of a tensor of this shape, whatever its strides, (count,)."""
         if self.labels is not None:
-            order, sizes = self._sorted_on(x.device)
+            _, order, sizes = self._cached(x.device)
             return torch.segment_reduce(x.flatten().index_select(0, order).double(), "sum", lengths=sizes)
         inner = [dim for dim in range(x.ndim) if dim not in self.dims]
         return x.sum(inner).flatten() if inner else x.flatten().clone()  # never a view of x
@@ -88,7 +88,7 @@ class TensorBlocks:
     def spread(self, c: Tensor) -> Tensor:
         """One number per block, (count,), ready to broadcast against the tensor."""
         if self.labels is not None:
-            return c.index_select(0, self._labels_on(c.device)).view(self.shape)
+            return c.index_select(0, self._cached(c.device)[0]).view(self.shape)
         return c.view([size if dim in self.dims else 1 for dim, size in enumerate(self.shape)])
 
     def rows(self, start: int, stop: int) -> tuple[TensorBlocks, int]:
@@ -104,7 +104,7 @@ class TensorBlocks:
     @cached_property
     def digest(self) -> int:
         """A number that is equal for equal cuts of equal shapes, whatever their names; 63 bits."""
-        text = hashlib.sha256(repr((self.shape, self.dims)).encode())
+        text = hashlib.sha256(repr((self.shape, self.dims, self.key and self.key[0])).encode())
         if self.labels is not None:
             raw = self.labels.contiguous()
             text.update((ctypes.c_char * raw.nbytes).from_address(raw.data_ptr()))
@@ -113,12 +113,6 @@ class TensorBlocks:
     @cached_property
     def _by_device(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
         return {}
-
-    def _labels_on(self, device: torch.device) -> Tensor:
-        return self._cached(device)[0]
-
-    def _sorted_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return self._cached(device)[1:]
 
     def _cached(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Labels, the order that puts entries block after block, and sizes, on a device."""

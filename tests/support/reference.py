@@ -278,7 +278,7 @@ class DenseAdamBMA:
         lam = np.ones(L)
         for i in range(L):
             s = (self.labels == i).sum()
-            if s > 1 and (R[:, i] != 0).any():
+            if s > 1 and (R[:, i] != 0).any() and self.cap is None:
                 lam[i] = max((s - max(A[i, i], 1.0)) / (s - 1), 0.1)
         w, Q = np.linalg.eigh(A)
         between = Q @ np.diag(np.maximum(w, self.floor)) @ Q.T

@@ -14,7 +14,7 @@ from blockmean._linalg import LinAlgError, eigh
 from blockmean.optim.forms import FORMS, Rule
 from blockmean.optim.layout import Component
 from blockmean.optim.optimizer import BlockMeanOptimizer, Work, distinct
-from blockmean.optim.passes import effective_grad, move_
+from blockmean.optim.passes import arithmetic, effective_grad, move_
 
 FULL_LIMIT = 2**30
 """Bytes that H may need before it has to be asked for."""
@@ -69,7 +69,6 @@ class AdaGradFull(BlockMeanOptimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
         owner, limit = type(self).__name__, group["max_bytes"]
-        require_number(group["eigenvalue_floor"], "eigenvalue_floor", owner, positive=True)
         require_number(limit, "max_bytes", owner, optional=True)
         entries = sum(param.numel() for param in distinct(group))
         if limit is not None and 8 * entries**2 > limit:
@@ -77,6 +76,10 @@ class AdaGradFull(BlockMeanOptimizer):
                 f"{owner} would need {8 * entries**2:,} bytes for the matrix of {entries:,} parameters, more than the "
                 f"limit of {limit:,}. Raise max_bytes, split the parameters into groups, or take AdaGradBMA."
             )
+
+    def check_kinds(self, group: dict[str, Any]) -> None:
+        super().check_kinds(group)
+        require_number(group["eigenvalue_floor"], "eigenvalue_floor", type(self).__name__, positive=True)
 
     def decompositions(self, group: dict[str, Any]) -> float:
         return 0.0  # whoever asks for the full matrix knows what it costs
@@ -118,10 +121,10 @@ class AdaGradFull(BlockMeanOptimizer):
         pieces = zip(work.params, work.grads, work.steps, work.per_block(solution), strict=True)
         for param, grad, step, delta in pieces:
             if grad is not None:
-                dtype = torch.promote_types(param.dtype, torch.float32)
+                dtype = arithmetic(param.dtype)
                 rate = lr / (1 + (step - 1) * work.group["lr_decay"])
                 move_(param, delta.view(param.shape).to(dtype), rate)
 
     def matrices(self, work: Work) -> Iterator[tuple[Component, Tensor]]:
-        for component, part in self.statistics(work, ["U"]):
+        for component, part in self.statistics(work, ["U"], keep=False):
             yield component, part["U"]

@@ -1,4 +1,4 @@
-"""Adam with the weighted block mean: AdamW's step, and per block one number that damps what its entries share.
+"""Adam with the weighted block mean: AdamW's step, shorter along what the entries of a block share, longer elsewhere.
 
 m ← β₁ m + (1 − β₁) g,   r ← β₂ r + (1 − β₂) g²,   bias-corrected: m̂, r̂
 U ← β₂ U + (1 − β₂) u uᵀ,   e ← β₂ e + (1 − β₂) Σ g²  per block,   A_ij = U_ij / √(e_i e_j)
@@ -37,8 +37,8 @@ class AdamBMA(CorrectedOptimizer):
         weight_decay: decoupled, as in `torch.optim.AdamW`.
         partition: how parameters are cut into blocks, see `Partition.of`.
         coupling: which blocks share one matrix: "none", those of one "module", or "all".
-        eigenvalue_floor: smallest eigenvalue of A; at 1 the correction only damps.
-        correction_cap: largest length of the correction of a block, in lengths of its diagonal step; None is no cap.
+        eigenvalue_floor: smallest eigenvalue of A; at 1 the step along the means of blocks is only ever shortened.
+        correction_cap: longest correction of a block, in lengths of its diagonal step, with λ = 1; None is no cap.
         refresh_every: compute the root of A every so many steps; all sums stay fresh.
         maximize: step uphill.
         correction: False is torch's AdamW.
@@ -76,8 +76,8 @@ class AdamBMA(CorrectedOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        require(amsgrad is False, "amsgrad", type(self).__name__, "False: it has no such form", amsgrad)
         defaults = {
+            "amsgrad": amsgrad,
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -101,8 +101,18 @@ class AdamBMA(CorrectedOptimizer):
         pair = isinstance(betas, tuple | list) and all(isinstance(beta, int | float) for beta in betas)
         require(pair, "betas", owner, "two numbers in [0, 1)", betas, TypeError)
         require(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", owner, "two numbers in [0, 1)", betas)
-        require_number(group["eigenvalue_floor"], "eigenvalue_floor", owner, positive=True)
         require_number(group["correction_cap"], "correction_cap", owner, optional=True)
+
+    def check_kinds(self, group: dict[str, Any]) -> None:
+        super().check_kinds(group)
+        owner = type(self).__name__
+        require_number(group["eigenvalue_floor"], "eigenvalue_floor", owner, positive=True)
+        require(not group.get("amsgrad"), "amsgrad", owner, "False: it has no such form", group.get("amsgrad"))
+        if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+            raise ValueError(
+                f"The checkpoint is one of Adam with coupled weight decay, and {owner} has only the decoupled one of "
+                "AdamW. Set its 'weight_decay' to 0, or train on with Adam."
+            )
 
     def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         def zeros() -> Tensor:

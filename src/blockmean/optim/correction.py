@@ -22,11 +22,11 @@ from blockmean._linalg import LinAlgError, inverse_root_minus_identity, times
 from blockmean.optim.forms import SMALLEST_LAMBDA, Form, Rule
 from blockmean.optim.layout import Component
 from blockmean.optim.optimizer import BlockMeanOptimizer, Work, assemble
-from blockmean.optim.passes import Passes, Tensors, arithmetic, choose
+from blockmean.optim.passes import Passes, Tensors, choose
 
 
 def accumulate_(U: Tensor, u: Tensor, beta: float | None, present: Tensor | None) -> None:
-    """U ← U + u uᵀ, or without beta's complement: U ← E U E + (1 − β) u uᵀ; the diagonal where U is a vector.
+    """Without beta a sum, U ← U + u uᵀ, else an average, U ← E U E + (1 − β) u uᵀ; its diagonal if U is a vector.
 
     E is √β for the blocks that take part and 1 for the others: it leaves the entries of blocks that sit out (u_i = 0)
     as they are and U positive semi-definite, which keeping whole rows would not. `present` is None where all take part.
@@ -129,6 +129,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         rule, u = work.plan[0].rule, work.sums[0]
         form = rule.form
         if not form.corrects:  # or nothing that is corrected has a gradient
+            self._last.pop(work.number, None)
             return None
         n, scale = self._measures(work, form)
         common = scale * (u if form.takes_raw_sums else work.sums[3 if form.is_weighted else 2])
@@ -149,14 +150,13 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             if root is None:
                 continue
             change[blocks] = times(root, common[blocks])
-            if form.keeps_trace:
+            if form.keeps_trace and rule.cap is None:  # a cap bounds the whole correction, and so has λ = 1
                 kappa[blocks] = balance(part["U"], own, work.layout.sizes[blocks].to(own, non_blocking=True))
         self._last[work.number] = (common, change)
         c = scale * (change + (1 - kappa) * common)
         if rule.cap is not None:
             c = capped(c, work.sums[4], work.sums[5], rule.cap)
-        dtype = arithmetic(work.params[0].dtype)
-        return c.to(dtype), kappa.to(dtype) if form.keeps_trace else None
+        return c, kappa if form.keeps_trace else None
 
     def _measures(self, work: Work, form: Form) -> tuple[Tensor, Tensor]:
         """What blocks are measured by now (0: they take no part), and the scale of the form, (L,)."""
@@ -195,8 +195,10 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         asked = replace(work, group={**work.group, "correction": True})
         work.sums = assemble(work, self.block_sums(asked))
         form = asked.plan[0].rule.form
+        if not form.corrects:  # nothing that is corrected has state
+            return
         n, _ = self._measures(work, form)
-        for component, part in self.statistics(work, ["U", "energy"] if form.is_weighted else ["U"]):
+        for component, part in self.statistics(work, ["U", "energy"] if form.is_weighted else ["U"], keep=False):
             own = n[component.blocks]
             own = part["energy"].sqrt() * (own > 0) if form.is_weighted else own
             yield component, normalised(part["U"], own, form.keeps_diagonal)

@@ -69,8 +69,7 @@ class BlockStatistics:
         block      entries  A_ii  kept of the common step
         weight[0]        4  4.00                      50%
         weight[1]        4  4.00                      50%
-        bias             2  2.00                      71%
-        3 blocks, eigenvalues of A from 2 to 4
+        2 blocks, eigenvalues of A from 4 to 4
         """
         order = self.diagonal.argsort(descending=True, stable=True)[:max_rows].tolist()
         rows = [("block", "entries", "A_ii", "kept of the common step")]

@@ -78,6 +78,8 @@ class Layout:
             raise ValueError(f"{owner}(coupling='module') needs names. Pass model.named_parameters().")
         self.tensors, self.partition, self.coupling = list(tensors), partition, coupling
         self.leave_plain = leave_plain
+        self.ids: list[int] = []  # of the parameters it was last used for
+        self.group = 0  # number of the parameter group in its optimizer
         self.cuts = [
             TensorBlocks(tensor.name, tensor.shape, tensor.module) if leave_plain and tensor.is_plain else tensor
             for tensor in tensors
@@ -112,7 +114,8 @@ class Layout:
         grouped: dict[tuple[str, object], list[int]] = {}
         for i, tensor in enumerate(self.tensors):
             if tensor.count and self.cuts[i] is tensor:
-                key = {"all": ("all", ""), "module": (tensor.module, ""), "none": ("none", tensor.key or i)}
+                merged = tensor.key == ("all", "all")  # which a module may be called, too
+                key = {"all": ("all", ""), "module": (tensor.module, merged), "none": ("none", tensor.key or i)}
                 grouped.setdefault(key[self.coupling], []).append(i)
         return grouped
 
@@ -135,7 +138,7 @@ class Layout:
 
     def coupled(self, coupling: str, owner: str, decompositions: float = 0.0) -> Layout:
         """The same blocks, coupled in another way."""
-        return Layout(
+        made = Layout(
             self.tensors,
             self.partition,
             coupling,
@@ -145,12 +148,14 @@ class Layout:
             outputs=self.outputs,
             decompositions=decompositions,
         )
+        made.group = self.group
+        return made
 
     def place(self, i: int) -> Tensor:
-        """How a tensor is cut, its component, and its first row there: what another order is noticed by."""
+        """How a tensor is cut, the number of its matrix in the optimizer, and its first row there."""
         number = self.component_of[i]
         row = self.starts[i] - self.components[number].blocks.start
-        return torch.tensor([self.tensors[i].digest, number, row], dtype=torch.int64, device="cpu")
+        return torch.tensor([self.tensors[i].digest, self.group << 32 | number, row], dtype=torch.int64, device="cpu")
 
     @cached_property
     def sizes(self) -> Tensor:

@@ -56,7 +56,8 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         params: parameters, (name, parameter) pairs, or dicts of groups, as for every optimizer of torch.
         lr: learning rate, a number or a tensor with one element: the length of a step per entry, as in Adam.  # η
         damping: δ, in units of the mean eigenvalue of F. With 0 the direction of the step does not change when blocks
-            are rescaled. Large values turn the step into that of SGD.
+            are rescaled, but a unit whose gradient is near zero takes a very long step: keep it above 0 in training.
+            Large values turn the step into that of SGD.
         beta: decay of the average over recent steps.
         momentum: of the steps, as in `torch.optim.SGD`.
         partition: how parameters are cut into blocks, see `Partition.of`.
@@ -167,13 +168,14 @@ class NaturalGradientBMA(BlockMeanOptimizer):
                 columns.append(torch.zeros(4, cut.count, dtype=torch.float64, device=param.device))
                 continue
             g = _signed(param, grad, group)
-            u, sizes = cut.sum(g), cut.sizes.to(g, non_blocking=True)
-            squares = cut.sum((g - cut.spread(u / sizes)).square_())
+            u, sizes = cut.sum(g).double(), cut.sizes.clamp(min=1).to(g.device, torch.float64, non_blocking=True)
+            squares = cut.sum((g - cut.spread((u / sizes).to(g.dtype))).square_())
             carried = torch.zeros_like(u)
             if group["adapt_damping"]:
                 rest = group["weight_decay"] * param.to(g.dtype)
-                carried = cut.sum(g * (rest + group["momentum"] * buffers[i] if buffers else rest))
-            columns.append(torch.stack([u, squares, u.square() / sizes, carried]).double())
+                buffer = buffers[i]
+                carried = cut.sum(g * (rest if buffer is None else rest + group["momentum"] * buffer))
+            columns.append(torch.stack([u, squares.double(), u.square() / sizes, carried.double()]))
         return torch.cat(columns, 1)
 
     def solve(self, work: Work) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,7 +196,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             accumulate_(part["total"], u[blocks], None, None)
             part["total_variance"].add_(variance[blocks])
             part["count"].add_(present)
-            A = _matrix(sizes[blocks], part)
+            A = _principal(_matrix(sizes[blocks], part), work.present, blocks)
             inside = (part["variance"] / part["weight"] + part["total_variance"] / part["count"]) / 2
             # A single entry has no variance; any λ gives the same step, and this one loses no digits.
             lam[blocks] = torch.where(present, torch.where(sizes[blocks] == 1, diagonal(A), inside), 0.0)
@@ -216,7 +218,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         return u / sizes, inverse, solved * sizes.rsqrt()
 
     def matrices(self, work: Work) -> Iterator[tuple[Component, Tensor]]:
-        for component, part in self.statistics(work, list(self.statistics_kept)):
+        for component, part in self.statistics(work, list(self.statistics_kept), keep=False):
             yield component, _matrix(work.layout.sizes[component.blocks].to(part["U"]), part)
 
     def _solve(self, A: Tensor, damping: float, b: Tensor) -> Tensor:
@@ -237,7 +239,9 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             shift, middle, scale = (cut.spread(x[i].to(g.dtype)) for x in (shifts, means, inverses))
             step = torch.addcmul(shift, g - middle, scale)
             if group["momentum"]:
-                step = work.moments["momentum_buffer"][i].mul_(group["momentum"]).add_(step)
+                buffer = work.moments["momentum_buffer"][i]
+                assert buffer is not None
+                step = buffer.mul_(group["momentum"]).add_(step)
             if group["weight_decay"]:
                 step = step.add(param, alpha=group["weight_decay"])
             move_(param, step, lr)
@@ -247,6 +251,14 @@ def _matrix(sizes: Tensor, part: dict[str, Tensor]) -> Tensor:
     """A of a component: the mean of both averages."""
     recent = normalised(part["U"], (sizes * part["weight"]).sqrt(), keep_diagonal=True)
     return (recent + normalised(part["total"], (sizes * part["count"]).sqrt(), keep_diagonal=True)) / 2
+
+
+def _principal(A: Tensor, present: Tensor | None, blocks: Any) -> Tensor:
+    """A with the rows and columns of the identity for blocks that sit out."""
+    if present is None or A.ndim == 1:
+        return A
+    on = present[blocks].to(A)
+    return A * on * on[:, None] + torch.diag(1 - on)
 
 
 def _signed(param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:

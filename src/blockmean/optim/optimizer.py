@@ -41,7 +41,7 @@ class Work:
     states: dict[int, State]  # of those that have a gradient, by their place among `tensors`
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor | None] = field(default_factory=list)  # None: only counts in a block that it shares with others
-    moments: dict[str, list[Tensor]] = field(default_factory=dict)
+    moments: dict[str, list[Any]] = field(default_factory=dict)  # None where a state has no such entry
     steps: list[int] = field(default_factory=list)  # this step included
     cuts: list[TensorBlocks] = field(default_factory=list)
     blocks: list[slice] = field(default_factory=list)
@@ -179,8 +179,8 @@ class BlockMeanOptimizer(Optimizer):
             work.params.append(param if whole else param[rows])
             work.grads.append(grad if whole or grad is None else grad[rows])
             for key, values in work.moments.items():
-                if key in state:
-                    values.append(state[key] if whole else state[key][rows])
+                value = state.get(key)
+                values.append(value if whole or value is None else value[rows])
             work.steps.append(counts[piece.tensor] + (grad is not None))
             work.cuts.append(piece.cut)
             work.blocks.append(piece.blocks)
@@ -197,6 +197,8 @@ class BlockMeanOptimizer(Optimizer):
         state: State = self.state.get(param, {})
         if "step" not in state:
             return {**state, **self.init_state(param, group)}
+        if any(key not in state for key in self.entry_state if key not in self.optional_state):
+            state = {**self.init_state(param, group), **state}  # somebody deleted a moment: it starts over
         held = [key for key in self.entry_state if key in state]
         if any(state[key].dtype != param.dtype for key in held):  # half precision, or the model changed its dtype
             dtype = arithmetic(param.dtype)
@@ -221,19 +223,25 @@ class BlockMeanOptimizer(Optimizer):
     # ---------------------------------------------------------------- statistics between blocks
 
     def statistics(
-        self, work: Work, names: Sequence[str], initial: float = 0.0
+        self, work: Work, names: Sequence[str], initial: float = 0.0, keep: bool = True
     ) -> Iterator[tuple[Component, dict[str, Tensor]]]:
         """The named statistics of every component that takes part, to be changed in place; all diagonals are one.
 
         Blocks that are new start with the diagonal of U and the energy of H = `initial` I, and with 0 in all else.
+        What is not named is not kept up, and is dropped. With `keep=False` nothing changes.
         """
         layout, kinds = work.layout, {name: self.statistics_kept[name] for name in names}
         for component in taking_part(layout, work.states, work.sums.device):
             known = {i: self.state.get(work.tensors[i], {}) for i in component.members}
-            held = {i: state for i, state in known.items() if {"blocks", *names} <= state.keys()}
+            begun = {"blocks", *names} - {"root", "root_of"}  # without a root, one is due
+            held = {i: state for i, state in known.items() if begun <= state.keys()}
             gathered = gather(layout, component, kinds, held, initial, work.sums)
             yield component, gathered
-            scatter(layout, component, gathered, held, work.states)
+            if keep:
+                scatter(layout, component, gathered, held, work.states)
+                for state in known.values():
+                    for name in self.statistics_kept.keys() & state.keys() - kinds.keys():
+                        del state[name]
 
     def count_fallback(self, num_blocks: int) -> None:
         """Note that an eigendecomposition failed; the first one is said."""
@@ -337,7 +345,8 @@ class BlockMeanOptimizer(Optimizer):
             if by == "custom" and self._partition is not None:
                 by = self._partition
             self._layouts.append(self._make_layout(group, tensors, by, [outputs.get(param, 0) for param in tensors]))
-            group["blocks"] = self._layouts[-1].fingerprint
+            self._layouts[-1].group = len(self._layouts) - 1
+            self._adopt_layout(group, self._layouts[-1], tensors)
         except Exception:
             self.param_groups.pop()
             raise
@@ -374,8 +383,6 @@ class BlockMeanOptimizer(Optimizer):
             )
         known = callable(by) or by in BY
         require(known, "partition", owner, f"a callable or one of {', '.join(map(repr, BY))}", by)
-        if callable(by):
-            group["partition"] = "custom"
         # Whatever the default device is: a layout is looked up, never computed with.
         with torch.device("cpu"):
             cuts = [
@@ -384,7 +391,7 @@ class BlockMeanOptimizer(Optimizer):
             ]
             return Layout(
                 cuts,
-                group.get("partition", "element"),
+                "custom" if callable(by) else by,
                 group.get("coupling", "all"),
                 owner,
                 named=all(names),
@@ -394,6 +401,13 @@ class BlockMeanOptimizer(Optimizer):
                 max_bytes=group.get("max_bytes", MATRIX_LIMIT),
             )
 
+    @staticmethod
+    def _adopt_layout(group: dict[str, Any], layout: Layout, tensors: list[Tensor]) -> None:
+        if "partition" in group:
+            group["partition"] = layout.partition  # a name: groups hold plain values only
+        group["blocks"] = layout.fingerprint
+        layout.ids = [id(param) for param in tensors]
+
     def decompositions(self, group: dict[str, Any]) -> float:
         """How many matrices between all blocks a step decomposes on average."""
         return 1 / group.get("refresh_every", 1) if group.get("correction", True) else 0.0
@@ -402,7 +416,8 @@ class BlockMeanOptimizer(Optimizer):
         """The layout of a group, made again where parameters or options have changed since."""
         group, layout = self.param_groups[number], self._layouts[number]
         wanted = group.get("partition", "element"), group.get("coupling", "all")
-        if layout.shapes == [param.shape for param in tensors] and (layout.partition, layout.coupling) == wanted:
+        same = layout.shapes == [param.shape for param in tensors] and (layout.partition, layout.coupling) == wanted
+        if same and layout.ids == [id(param) for param in tensors]:
             return layout
         if len(tensors) != len(layout.shapes):
             raise ValueError(
@@ -412,15 +427,17 @@ class BlockMeanOptimizer(Optimizer):
         self.check_kinds(group)
         self._refuse_parameters(group)
         shapes = [param.shape for param in tensors]
-        if shapes == layout.shapes and layout.partition == wanted[0]:
+        if same:  # other tensors, or another order of the same
+            pass
+        elif shapes == layout.shapes and layout.partition == wanted[0]:
             layout = layout.coupled(wanted[1], type(self).__name__, self.decompositions(group))
         else:
             outputs = [o if s == t else 0 for o, s, t in zip(layout.outputs, layout.shapes, shapes, strict=True)]
             layout = self._make_layout(group, tensors, wanted[0], outputs)
         states = {i: self.state[param] for i, param in enumerate(tensors) if param in self.state}
         check_places(layout, states, shown_names(group), "Delete 'U' from the states of the group to start over.")
-        self._layouts[number] = layout
-        group["blocks"] = layout.fingerprint
+        self._layouts[number], layout.group = layout, number
+        self._adopt_layout(group, layout, tensors)
         self._last.pop(number, None)
         arrange(layout, states, self.statistics_kept)
         return layout
@@ -474,6 +491,7 @@ class BlockMeanOptimizer(Optimizer):
                             self.state[param][name] = self._adopted(param, name, value)
                 states = {i: self.state[param] for i, param in enumerate(distinct(group)) if param in self.state}
                 arrange(layouts[number], states, self.statistics_kept)
+                layouts[number].ids = [id(param) for param in distinct(group)]
 
         # After the user's hooks that change the dict, and before those that look at the result.
         handles = [
@@ -501,7 +519,8 @@ class BlockMeanOptimizer(Optimizer):
         """A saved group with all options, once it is known to fit."""
         group, owner = self.param_groups[number], type(self).__name__
         full = {**{key: value for key, value in group.items() if key != "params"}, **saved}
-        full.update({key: group[key] for key in ("foreach", "fused") if key in group})  # how, not what, is computed
+        # How a step is computed, and what its partition is called here: neither is part of the training.
+        full.update({key: group[key] for key in ("foreach", "fused", "partition") if key in group})
         lr = full["lr"]
         require(isinstance(lr, int | float | Tensor) and bool(lr == lr), "lr", owner, "a number", lr)
         self.check_kinds(full)

@@ -2,7 +2,8 @@
 
 A parameter keeps the rows of its own blocks, with the columns in the order of its component. So every way of saving and
 loading state works, parameter by parameter, and nothing is lost with a parameter that is frozen or dropped. What tells
-another order of columns is `state["blocks"]`: how the tensor is cut, its component, and its first row there.
+another order of columns, and which rows belong together, is `state["blocks"]`: how the tensor is cut (a digest), the
+number of its matrix in the optimizer, and its first row there.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def gather(
         dtype, device = (torch.bool, "cpu") if kind == "mask" else (like.dtype, like.device)
         gathered[name] = values = torch.cat(
             [
-                held[i][name] if i in held else torch.zeros(layout.counts[i], *wide, dtype=dtype, device=device)
+                held[i][name]
+                if name in held.get(i, ())
+                else torch.zeros(layout.counts[i], *wide, dtype=dtype, device=device)
                 for i in holders.values()
             ]
         )
@@ -76,28 +79,32 @@ def scatter(
 ) -> None:
     """Give every parameter its rows: in place if it has them, else as new tensors to those among `states`."""
     counts = {layout.starts[i]: layout.counts[i] for i in component.members}
-    new = [i for i in component.members if i in states and i not in held]
+    taking = {i: held[i] if i in held else states[i] for i in component.members if i in held or i in states}
     for name, values in gathered.items():
         rows = dict(zip(counts, values.split(list(counts.values())), strict=True))
-        if held:
-            torch._foreach_copy_([s[name] for s in held.values()], [rows[layout.starts[i]] for i in held])
-        for i in new:
-            states[i][name] = rows[layout.starts[i]].clone()
-    for i in new:
-        states[i]["blocks"] = layout.place(i)
+        old = {i: state[name] for i, state in taking.items() if i in held and name in state}
+        if old:
+            torch._foreach_copy_(list(old.values()), [rows[layout.starts[i]] for i in old])
+        for i in taking.keys() - old.keys():
+            taking[i][name] = rows[layout.starts[i]].clone()
+    for i in taking.keys() - held.keys():
+        taking[i]["blocks"] = layout.place(i)
 
 
 def check_places(layout: Layout, states: Mapping[int, State], names: Sequence[str], remedy: str) -> None:
-    """Raise unless the blocks of every component shared a matrix when their statistics were gathered."""
+    """Raise unless the blocks of every component are cut and coupled as when their statistics were gathered."""
     places = {i: state["blocks"].tolist() for i, state in states.items() if "blocks" in state and "U" in state}
+    for i, (digest, *_) in places.items():
+        if digest != layout.tensors[i].digest or i not in layout.component_of:
+            raise ValueError(f"{names[i]} was cut into other blocks when its statistics began. {remedy}")
     for component in layout.components:
         members = [i for i in component.members if i in places]
-        changed = next((i for i in members if places[i][0] != layout.tensors[i].digest), None)
-        if changed is not None:
-            raise ValueError(f"{names[changed]} was cut into other blocks when its statistics began. {remedy}")
-        before = {places[i][1] for i in members}
-        strangers = [i for i in places if places[i][1] in before and i not in component.members]
-        if len(before) > 1 or strangers:
+        matrices = {places[i][1] for i in members}
+        strangers = [i for i in places if places[i][1] in matrices and i not in component.members]
+        rows = {(layout.starts[i], places[i][2]) for i in members}  # one row for each block, and no row for two
+        unclear = len({start for start, _ in rows}) < len(rows) or len({row for _, row in rows}) < len(rows)
+        kind = any((states[i]["U"].ndim == 1) != layout.is_diagonal for i in members)
+        if len(matrices) > 1 or strangers or unclear or kind:
             raise ValueError(
                 f"The blocks of {', '.join(names[i] for i in members)} were coupled with others when their statistics "
                 f"began than they are with coupling={layout.coupling!r} here. {remedy}"

@@ -1,0 +1,262 @@
+"""Options, parameters and states that change in the middle of training: right or refused, never silently wrong."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from blockmean import AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA
+from blockmean.optim import layout
+from support.optimizers import Net, assert_same, snapshot, train
+
+F64 = torch.float64
+
+
+def zeros(*shape, dtype=F64):
+    return nn.Parameter(torch.zeros(*shape, dtype=dtype))
+
+
+def positive_steps(optimizer, params, count, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for param in params:
+            param.grad = torch.rand(param.shape, generator=rng, dtype=F64).to(param.dtype)
+        optimizer.step()
+
+
+# -------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("cap", [0.0, 0.1, 1.0])
+def test_a_cap_bounds_the_whole_correction(cap):
+    param, plain = zeros(4, 25), zeros(4, 25)
+    optimizer = AdamBMA([param], lr=1.0, weight_decay=0.0, correction_cap=cap)
+    reference = torch.optim.Adam([plain], lr=1.0)
+    for _ in range(3):
+        before = param.detach().clone(), plain.detach().clone()
+        positive_steps(optimizer, [param], 1)
+        plain.grad = param.grad.clone()
+        reference.step()
+        step, diagonal = param.detach() - before[0], plain.detach() - before[1]
+        assert ((step - diagonal).norm(dim=1) <= (cap + 1e-6) * diagonal.norm(dim=1)).all()
+
+
+def test_roots_that_are_to_serve_longer_keep_the_statistics():
+    param = zeros(4, 50)
+    optimizer = AdamBMA([("w", param)], coupling="all")
+    positive_steps(optimizer, [param], 100)
+    before = optimizer.block_statistics()[0].eigenvalues[-1]
+    optimizer.param_groups[0]["refresh_every"] = 10
+    positive_steps(optimizer, [param], 1)
+    assert optimizer.block_statistics()[0].eigenvalues[-1] == pytest.approx(float(before), rel=0.05)
+    assert "root" in optimizer.state[param]
+    optimizer.param_groups[0]["refresh_every"] = 1
+    positive_steps(optimizer, [param], 1)
+    assert "root" not in optimizer.state[param]  # an old one must not serve later
+
+
+@pytest.mark.parametrize(("before", "after"), [("tensor", "all"), ("all", "tensor"), ("tensor", "module")])
+def test_blocks_that_merge_or_part_are_refused(before, after):
+    params = [zeros(3, 4), zeros(3, 4)]
+    named = [("x.a", params[0]), ("x.b", params[1])]
+    optimizer = AdaGradBMA(named, variant="weighted", partition=before)
+    positive_steps(optimizer, params, 3)
+    optimizer.param_groups[0]["partition"] = after
+    with pytest.raises(ValueError, match=r"was cut into other blocks when its statistics began. Delete 'U'"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("before", ["all", "module", "none"])
+@pytest.mark.parametrize("after", ["all", "module", "none"])
+@pytest.mark.parametrize("modules", [1, 2])
+def test_another_coupling_is_refused_also_where_each_matrix_has_one_tensor(before, after, modules):
+    params = [zeros(4, 5) for _ in range(modules)]
+    named = [(f"layer{i}.w", param) for i, param in enumerate(params)]
+    optimizer = AdamBMA(named, coupling=before)
+    positive_steps(optimizer, params, 3)
+    optimizer.param_groups[0]["coupling"] = after
+    before_step = snapshot(optimizer)
+    same = before == after or (modules == 1 and "none" not in (before, after))  # one matrix, whatever it is called
+    if same:
+        optimizer.step()
+    else:
+        with pytest.raises(ValueError, match=f"were coupled with others .* coupling='{after}' here. Delete 'U'"):
+            optimizer.step()
+        assert_same(snapshot(optimizer), before_step)
+
+
+def test_the_advice_to_delete_u_can_be_followed_with_a_callable_partition():
+    param = zeros(4, 5)
+    optimizer = AdamBMA([("w", param)])
+    positive_steps(optimizer, [param], 2)
+    optimizer.param_groups[0]["partition"] = lambda name, tensor: 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Delete 'U'"):
+            optimizer.step()
+    del optimizer.state[param]["U"]
+    optimizer.step()
+    assert len(optimizer.block_statistics()[0].names) == 5
+
+
+def test_energy_is_not_kept_by_a_variant_that_does_not_keep_it_up():
+    param = zeros(4, 50)
+    optimizer = AdaGradBMA([param], partition="unit", variant="weighted", lr=1e-3)
+    for variant in ("weighted", "consistent", "weighted"):
+        optimizer.param_groups[0]["variant"] = variant
+        positive_steps(optimizer, [param], 10)
+    diagonal = optimizer.block_statistics()[0].diagonal
+    assert ((diagonal > 30) & (diagonal <= 50)).all()  # at most the size of a block; 37.5 for uniform numbers
+
+
+def test_looking_at_statistics_that_another_variant_would_need_changes_nothing():
+    param = zeros(4, 5)
+    optimizer = AdaGradBMA([param], partition="unit")
+    positive_steps(optimizer, [param], 2)
+    optimizer.param_groups[0]["variant"] = "weighted"
+    before = snapshot(optimizer)
+    optimizer.block_statistics()
+    assert_same(snapshot(optimizer), before)
+
+
+def test_statistics_of_parameters_that_are_no_longer_corrected_are_not_shown():
+    param = zeros(6)
+    optimizer = AdamBMA([("b", param)], partition="element", coupling="none")
+    positive_steps(optimizer, [param], 2)
+    optimizer.param_groups[0]["correction"] = False
+    positive_steps(optimizer, [param], 1)
+    assert optimizer.block_statistics()[0].correction_share is None
+
+
+# -------------------------------------------------------------------- parameters and states
+
+
+def test_parameters_in_another_order_keep_their_own_columns():
+    def run(reverse):
+        params = [zeros(3, 4) for _ in range(3)]
+        optimizer = AdaGradBMA([(f"p{i}", param) for i, param in enumerate(params)], variant="consistent", lr=0.1)
+        rng = torch.Generator().manual_seed(0)
+        for t in range(8):
+            if reverse and t == 4:
+                optimizer.param_groups[0]["params"].reverse()
+                optimizer.param_groups[0]["param_names"].reverse()
+            common = torch.randn((), generator=rng, dtype=F64)
+            for i, param in enumerate(params):
+                param.grad = torch.randn(3, 4, generator=rng, dtype=F64) + (1 - i) * common
+            optimizer.step()
+        return params
+
+    for a, b in zip(run(False), run(True), strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-12)
+
+
+class Four(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in "abcd":
+            setattr(self, name, nn.Linear(4, 4, bias=False).double())
+
+    def groups(self, *parts):
+        named = dict(self.named_parameters())
+        return [{"params": [(f"{name}.weight", named[f"{name}.weight"]) for name in part]} for part in parts]
+
+
+def test_states_loaded_by_name_into_other_groups_are_refused():
+    model, other = Four(), Four()
+    optimizer = AdamBMA(model.groups("ab", "cd"), coupling="all")
+    positive_steps(optimizer, list(model.parameters()), 3)
+    mixed = AdamBMA(other.groups("ad", "cb"), coupling="all")
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    with pytest.raises(ValueError, match="were coupled with others when their statistics began"):
+        set_optimizer_state_dict(other, mixed, saved)
+
+
+def test_an_equal_partition_under_another_name_is_loaded():
+    param, fresh = zeros(4, 5), zeros(4, 5)
+    optimizer = AdamBMA([param], partition=lambda name, tensor: 0)
+    positive_steps(optimizer, [param], 2)
+    resumed = AdamBMA([fresh], partition="unit")
+    resumed.load_state_dict(optimizer.state_dict())
+    positive_steps(resumed, [fresh], 2)
+    assert resumed.param_groups[0]["partition"] == "unit"
+
+
+def test_checkpoints_of_kin_that_compute_otherwise_are_refused():
+    model = Net()
+    for make, message in [
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "'amsgrad' parameter of AdamBMA must be False"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "Adam with coupled weight decay"),
+    ]:
+        theirs = make(model.parameters())
+        train(model, theirs, 1)
+        with pytest.raises(ValueError, match=message):
+            AdamBMA(Net().parameters()).load_state_dict(theirs.state_dict())
+    theirs = torch.optim.Adam(model.parameters())
+    train(model, theirs, 1)
+    AdamBMA(Net().parameters()).load_state_dict(theirs.state_dict())
+    bma = AdaGradBMA(model.parameters(), partition="element")
+    train(model, bma, 1)
+    with pytest.raises((TypeError, ValueError), match="'eigenvalue_floor' parameter of AdaGradFull"):
+        AdaGradFull(Net().parameters()).load_state_dict(bma.state_dict())
+
+
+def test_a_moment_that_is_deleted_starts_over():
+    a, b = zeros(3, 4), zeros(3, 4)
+    optimizer = AdamBMA([a, b])
+    positive_steps(optimizer, [a, b], 2)
+    del optimizer.state[a]["exp_avg"]
+    positive_steps(optimizer, [a, b], 1)
+    assert optimizer.state[a]["exp_avg"].shape == (3, 4) and a.isfinite().all()
+
+
+# -------------------------------------------------------------------- the natural gradient
+
+
+def test_natural_gradient_steps_without_a_block_are_those_of_the_principal_submatrix():
+    a, b, alone = zeros(2, 3), zeros(2, 3), zeros(2, 3)
+    options = {"lr": 0.1, "momentum": 0.0, "partition": "unit", "coupling": "all", "damping": 0.01}
+    together, single = NaturalGradientBMA([a, b], **options), NaturalGradientBMA([alone], **options)
+    rng = torch.Generator().manual_seed(0)
+    for t in range(6):
+        a.grad = torch.randn(2, 3, generator=rng, dtype=F64) + 1
+        b.grad = None if t == 5 else a.grad + 0.1 * torch.randn(2, 3, generator=rng, dtype=F64)
+        alone.grad = a.grad.clone()
+        before = a.detach().clone(), alone.detach().clone()
+        together.step()
+        single.step()
+    # What the blocks of `a` know of themselves is what they would know alone.
+    np.testing.assert_allclose((a - before[0]).detach(), (alone - before[1]).detach(), rtol=1e-9)
+
+
+def test_variances_keep_their_digits_in_float32():
+    param = zeros(1, 1000, dtype=torch.float32)
+    optimizer = NaturalGradientBMA([param], damping=0.1, momentum=0.0)
+    param.grad = 1.1 + 1e-4 * torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    state = optimizer.state[param]
+    measured = float(state["variance"] / state["weight"])
+    # float32 numbers near 1.1 are known to 6e-8, a thousandth of their deviation.
+    assert measured == pytest.approx(float(param.grad.double().var()), rel=1e-2)
+
+
+def test_labels_that_a_piece_of_a_large_tensor_lacks_do_no_harm(monkeypatch):
+    labels = torch.tensor([[0, 0, 2, 2], [0, 2, 0, 2], [1, 1, 1, 1], [1, 0, 1, 2]])
+
+    def run(piece):
+        monkeypatch.setattr(layout, "PIECE", piece)
+        param = zeros(4, 4)
+        positive_steps(NaturalGradientBMA([("w", param)], partition=lambda name, t: labels, lr=0.1), [param], 4)
+        return param
+
+    torch.testing.assert_close(run(7), run(10**6), rtol=0, atol=1e-12)
+
+
+def test_momentum_that_is_switched_off_while_a_parameter_joins():
+    a, b = zeros(3, 4), zeros(2, 2)
+    optimizer = NaturalGradientBMA([a, b], adapt_damping=True)
+    positive_steps(optimizer, [a], 2)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    positive_steps(optimizer, [a, b], 2)
+    assert a.isfinite().all() and b.isfinite().all()
