@@ -240,19 +240,6 @@ class Partition:
         chunks = [y.narrow(-1, block, count).repeat_interleave(size, -1) for block, _, count, size in self._runs]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks, -1)
 
-    def scale_shift(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """scale_i x + shift_i on each block i, without expanding scale and shift to d entries first."""
-        require_last(x, self.num_entries, "x", "Partition.scale_shift", "entry")
-        if self._labels is not None:
-            return torch.addcmul(self.expand(shift), self.expand(scale), x)
-        chunks = []
-        scale, shift = torch.broadcast_tensors(scale, shift)
-        for block, entry, count, size in self._runs:
-            blocks = x.narrow(-1, entry, count * size).unflatten(-1, (count, size))
-            a, b = (y.narrow(-1, block, count).unsqueeze(-1) for y in (scale, shift))
-            chunks.append((blocks * a).add_(b).flatten(-2))  # addcmul is three times as slow when it broadcasts
-        return chunks[0] if len(chunks) == 1 else torch.cat(chunks, -1)
-
     # ---------------------------------------------------------------- inside
 
     @cached_property

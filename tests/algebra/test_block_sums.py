@@ -52,13 +52,6 @@ def test_block_var_is_the_unbiased_variance_and_0_for_single_entries(p: Partitio
 
 
 @given(partitions(), seeds())
-def test_scale_shift_is_a_scale_and_a_shift_of_each_block(p: Partition, seed: int) -> None:
-    x = randn(3, p.num_entries, seed=seed)
-    scale, shift = randn(p.num_blocks, seed=seed + 1), randn(2, 1, p.num_blocks, seed=seed + 2)
-    assert_close(p.scale_shift(x, scale, shift), p.expand(scale) * x + p.expand(shift), SUM_TOLERANCE)
-
-
-@given(partitions(), seeds())
 def test_gradients_of_the_two_maps_are_each_other(p: Partition, seed: int) -> None:
     x, y = (randn(n, seed=seed).requires_grad_() for n in (p.num_entries, p.num_blocks))
     g, h = randn(p.num_blocks, seed=seed + 1), randn(p.num_entries, seed=seed + 2)
@@ -77,7 +70,7 @@ def test_whole_numbers_and_strided_data_are_summed_too(p: Partition) -> None:
 def test_results_own_their_memory_whatever_the_partition(sizes: list[int]) -> None:
     p = Partition.from_sizes(sizes)
     y, x = torch.ones(p.num_blocks), torch.ones(p.num_entries)
-    p.expand(y).add_(1), p.block_sum(x).add_(1), p.scale_shift(x, y, y).add_(1)
+    p.expand(y).add_(1), p.block_sum(x).add_(1)
     assert y.tolist() == [1] * p.num_blocks and x.tolist() == [1] * p.num_entries
 
 

@@ -140,11 +140,6 @@ PARTITIONS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
         ValueError,
         ("Partition.expand", "(..., 2), one value per block", "Got (3,)"),
     ),
-    "scaling too many entries": (
-        lambda: PAIR.scale_shift(torch.zeros(4), torch.zeros(2), torch.zeros(2)),
-        ValueError,
-        ("Partition.scale_shift", "one value per entry", "Got (4,)"),
-    ),
 }
 
 
