@@ -125,7 +125,7 @@ def _inputs(how: str) -> dict[str, Any]:
     found = numbers(look(model, samples, 500, "unit"))
     units: dict[str, list[float | None]] = {}
     for block, common in zip(found["blocks"], found["common"], strict=True):
-        if "[" in block:
+        if ".weight[" in block:  # biases are single entries
             units.setdefault(block.partition("[")[0], []).append(common)
     return {
         "loss": loss,

@@ -2,6 +2,7 @@
 
     collect      plain lists of local tensors: parameters, gradients, state
     block_sums   a small array, (rows, L), in float64; nothing changes
+    reduce       not yet: here the sums of shards will be added up over ranks
     finite?      bad gradients are noticed here, for all groups, before anything has changed
     solve        statistics between blocks → numbers per block
     apply_       state and parameters, written once
