@@ -155,10 +155,10 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         return state
 
     def block_sums(self, work: Work) -> Tensor:
-        """Rows: Σ g, squared deviations from the mean of each piece of a block, (Σ g)²/s of the piece, and Σ g (μ v + w θ)
-        if the change of the loss is predicted.
+        """Rows: Σ g; squared deviations from the mean of each piece of a block; (Σ g)²/s of the piece; and, to predict
+        the change of the loss, Σ g (μ v + w θ).
 
-        Summed over pieces, rows two and three give the sum of squares without losing the digits of the variance.
+        Summed over pieces, rows two and three give the sum of squares without losing digits of the variance.
         """
         group, columns = work.group, []
         buffers = work.moments["momentum_buffer"]
