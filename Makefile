@@ -1,8 +1,8 @@
-# make test: everything CI runs. make check: the fast part. make reproduce: see the results. Each sets up .venv itself.
+# make test: everything that CI runs. make check: the fast part. make reproduce: the results. Each creates .venv if needed.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# Two workers on two cores, one thread each: torch's threads would only fight.
+# Two workers on two cores, one thread each: more torch threads would only compete.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 .PHONY: setup test check lint reproduce docs clean

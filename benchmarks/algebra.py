@@ -1,11 +1,11 @@
-"""What the algebra costs: time and memory against d and against L, beside dense linear algebra and plain passes.
+"""The cost of the algebra: time and memory against d and L, compared with dense linear algebra and plain passes.
 
     python benchmarks/algebra.py            # a few minutes, writes benchmarks/results/algebra.json
-    python benchmarks/algebra.py --quick    # seconds, to see that it works
+    python benchmarks/algebra.py --quick    # seconds, a smoke test
 
-One thread, float32. The yardsticks are one read of v (`v.sum()`) and one read and write (`v * 2`). Freed memory is kept
-while timing: page faults of a fresh result can cost several times the pass itself, for the yardstick and for us alike,
-and would make every ratio look better than the work deserves.
+One thread, float32. The yardsticks are one read of v (`v.sum()`) and one read and write (`v * 2`). malloc keeps freed
+memory during timing: page faults for a fresh result can cost several times the pass itself, for the yardstick as well,
+and would make every ratio look better than it is.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Problem:
 
     @cached_property
     def M(self) -> BlockMean:
-        """Blocks of equal size, up to one."""
+        """Blocks whose sizes differ by at most one."""
         return self.matrix(Partition.from_sizes([self.d // self.L + (i < self.d % self.L) for i in range(self.L)]))
 
     @cached_property
     def uneven(self) -> BlockMean:
-        """No two blocks alike, as far as d allows: the largest is a few hundred times the smallest."""
+        """Blocks of different sizes, as far as d allows: the largest is a few hundred times the smallest."""
         weights = torch.randn(self.L, generator=self.random).exp()
         sizes = 1 + ((self.d - self.L) * weights / weights.sum()).long()
         sizes[0] += self.d - sizes.sum()
@@ -88,14 +88,14 @@ def dense_torch(M: Tensor, v: Tensor) -> Tensor:
 
 def dense_scipy(M: Tensor, v: Tensor) -> Tensor:
     """M^-½ v by SciPy."""
-    import scipy.linalg  # not before use_threads has spoken
+    import scipy.linalg  # after use_threads, which sets the number of threads
 
     w, Q = scipy.linalg.eigh(M.numpy())
     return torch.from_numpy((Q * w**-0.5) @ Q.T @ v.numpy())
 
 
 def dense_scipy_solve(M: Tensor, v: Tensor) -> Tensor:
-    """M⁻¹ v by SciPy, told that M is positive definite."""
+    """M⁻¹ v by SciPy's solver for positive definite matrices."""
     import scipy.linalg
 
     return torch.from_numpy(scipy.linalg.solve(M.numpy(), v.numpy(), assume_a="pos"))
@@ -124,8 +124,8 @@ IN_MEMORY = (WRITE, MAIN, MAIN + ", uneven blocks", MAIN + ", interleaved blocks
 
 
 def measure(sweep: str, d: int, L: int, repetitions: int, with_memory: bool) -> dict[str, Any]:
-    """Times, their ratios inside each repetition, and peak memory at one point."""
-    # First, while this process is small; the other one must not compete with the timing either.
+    """Times, their ratios within each repetition, and peak memory at one point."""
+    # First, while this process is small, and so that the other process does not compete with the timing.
     peak = json.loads(run_alone([__file__, "--peak", str(d), str(L)])) if with_memory else None
     problem = Problem(d, L)
     operations = {name: partial(f, problem) for name, f in chosen(d).items()}
@@ -151,19 +151,19 @@ def chosen(d: int) -> dict[str, Callable[[Problem], object]]:
 
 
 def relative_error(problem: Problem) -> float:
-    """How far the timed result is from the dense one in float64: what is compared must be the same thing."""
+    """Error of the timed result against the dense one in float64: both must compute the same thing."""
     truth = dense_torch(problem.dense.double(), problem.v.double())
     found = problem.M.inverse_sqrt() @ problem.v
     return float((found - truth).norm() / truth.norm())
 
 
 def peaks(d: int, L: int) -> dict[str, int | None]:
-    """Peak memory of one call of some operations; to be run in a process that does nothing else."""
+    """Peak memory of one call of some operations; run it in a process that does nothing else."""
     found = {}
     for name in IN_MEMORY:
         if name in chosen(d):
             operation = partial(chosen(d)[name], Problem(d, L))
-            operation()  # the first call makes the inputs and loads libraries, which are not to be counted
+            operation()  # the first call makes inputs and loads libraries, which must not count
             found[name] = peak_bytes(operation)
     return found
 

@@ -1,8 +1,8 @@
-"""Is a cap on the correction worth having? AdamBMA with all units coupled, so that they can move each other.
+"""Is a cap on the correction useful? AdamBMA with all units coupled, so that they can move each other.
 
     python benchmarks/correction_cap.py --data-dir FOLDER [--jobs 2]
 
-The protocol is that of first_look.py.
+Same protocol as first_look.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the empirical Fisher matrix costs compared with the per-sample gradients it is made of, and its memory.
+"""The time and memory of the empirical Fisher matrix, compared with its per-sample gradients.
 
     python benchmarks/curvature.py [--data-dir DIR]   # minutes, writes benchmarks/results/curvature.json
-    python benchmarks/curvature.py --quick            # seconds, to see that it works; writes to --out alone
+    python benchmarks/curvature.py --quick            # seconds, a smoke test; writes only to --out
 
 One thread, float32, the paper's large net (139,370 parameters, L = 34 tensors) on 1,000 images of MNIST, or on random
-images of that shape where --data-dir is not given: the time does not depend on what is in them. The yardstick is
-vmap(grad) over the same images in the same chunks, and nothing done with the gradients.
+images of that shape without --data-dir: the time does not depend on their content. The yardstick is vmap(grad) over the
+same images in the same chunks, with the gradients discarded.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from timing import interleaved, keep_memory, peak_bytes, ratios, run_alone, summ
 RESULTS = Path(__file__).parent / "results" / "curvature.json"
 SHAPE = (1, 28, 28)
 YARDSTICK = "per-sample gradients"
-CHUNK = 100  # samples at a time, for the yardstick and for us alike
+CHUNK = 100  # samples at a time, for the yardstick too
 
-# (model, partition, N) whose peak memory is taken: against N, against L, against d
+# (model, partition, N) at which to measure peak memory: against N, L and d
 MEMORY = [("large", "tensor", n) for n in (100, 300, 1000)]
 MEMORY += [("large", by, 300) for by in ("all", "unit")] + [("small", "tensor", 300), ("mlp", "tensor", 300)]
 QUICK_MEMORY = [("small", "tensor", 100), ("small", "tensor", 300)]
@@ -51,7 +51,7 @@ def network(name: str) -> nn.Module:
 
 
 def gradients(model: nn.Module, x: Tensor, y: Tensor, chunk_size: int) -> None:
-    """The yardstick: the gradient of every sample, made and thrown away."""
+    """The yardstick: compute the gradient of every sample and discard it."""
     params = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(params: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def operations(name: str, x: Tensor, y: Tensor) -> dict[str, Any]:
 
 
 def time(name: str, count: int, repetitions: int, data_dir: Path | None) -> dict[str, Any]:
-    """Seconds of each operation over `count` images, and ratios to the yardstick inside each repetition."""
+    """Seconds of each operation over `count` images, and ratios to the yardstick within each repetition."""
     x, y = images(count, data_dir)
     samples = interleaved(operations(name, x, y), repetitions)
     model = network(name)
@@ -92,12 +92,12 @@ def time(name: str, count: int, repetitions: int, data_dir: Path | None) -> dict
 
 
 def beside_full_matrix(count: int, repetitions: int, data_dir: Path | None) -> dict[str, Any] | None:
-    """The small net, where the full matrix is possible: ours against that of curvlinops; None if it is not installed.
+    """Our time against curvlinops on the small net, where the full matrix is feasible; None without curvlinops.
 
-    It multiplies with the identity, and the block mean is then cut out of its 322×322 matrix. Both in float64.
+    curvlinops multiplies by the identity, and its 322×322 matrix is then projected to the block mean. Both use float64.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its dependencies warn about torch.jit when they are imported
+        warnings.simplefilter("ignore")  # its dependencies warn about torch.jit on import
         try:
             import curvlinops
         except ImportError:
@@ -138,7 +138,7 @@ def beside_full_matrix(count: int, repetitions: int, data_dir: Path | None) -> d
 
 
 def memory(name: str, by: str, count: int) -> dict[str, Any]:
-    """Peak memory of one call, measured in a process of its own."""
+    """Peak memory of one call, measured in a separate process."""
     found = json.loads(run_alone([__file__, "--peak", name, by, str(count)]))
     d, L = found["d"], found["L"]
     rows = {"bytes_of_chunk_rows": 4 * d * min(count, CHUNK), "bytes_of_all_rows": 4 * d * count}
@@ -146,10 +146,10 @@ def memory(name: str, by: str, count: int) -> dict[str, Any]:
 
 
 def peak(name: str, by: str, count: int) -> dict[str, Any]:
-    """To be run in a process that does nothing else."""
+    """Run this in a process that does nothing else."""
     model, (x, y) = network(name), images(count, None)
     call = partial(curvature.empirical_fisher, model, nn.functional.cross_entropy, chunk_size=CHUNK)
-    call((x[:2], y[:2]), by)  # the first call loads libraries, which are not to be counted
+    call((x[:2], y[:2]), by)  # the first call loads libraries, which must not count
     partition = Partition.of(model, by)
     return {
         "d": partition.num_entries,

@@ -40,7 +40,7 @@ def share(setting: dict[str, Any], data_dir: Path | None) -> dict[str, float]:
 
 
 def gain(row: dict[str, Any], arm: str, baseline: str) -> float:
-    """By how much the mean loss of an arm is below that of its baseline, relative to it."""
+    """The relative reduction of an arm's mean loss from that of its baseline."""
     ours, theirs = (statistics.mean(row["arms"][name]["train_loss"]) for name in (arm, baseline))
     return 1 - ours / theirs
 

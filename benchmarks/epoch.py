@@ -1,11 +1,11 @@
-"""Where the time of an epoch goes: 600 steps of the paper's small model on MNIST, reading the data included.
+"""Where the time of an epoch goes: 600 steps of the paper's small model on MNIST, including reading the data.
 
     python benchmarks/epoch.py --data-dir FOLDER [--rounds 3]
 
-Every epoch runs in its own process on one thread, one optimizer after the other, in rounds. Measured are the wall-clock
+Every epoch runs in its own process on one thread, one optimizer after the other, in rounds. We measure the wall-clock
 seconds of the epoch, from the first byte of data to the end of the last step, and of the evaluation after it (the test
-set and 10,000 training images); and the processor seconds of the parts of the epoch. Starting Python and importing
-torch does not count. The record is benchmarks/results/epoch.json.
+set and 10,000 training images), and the processor seconds of each part of the epoch. Starting Python and importing
+torch do not count. The record is benchmarks/results/epoch.json.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS = ("epoch", "reading data", "forward and backward", "optimizer", "drawin
 
 
 def epoch(arm: str, dataset: str, data_dir: Path | None) -> dict[str, float]:
-    """Seconds of one epoch and of its parts."""
+    """Seconds of one epoch and its parts."""
     use_threads(1)
     import torch._dynamo  # noqa: F401  # takes seconds; torch's optimizers import it at their first step
 

@@ -36,7 +36,7 @@ TASKS: dict[str, dict[str, Any]] = {
     for inputs in ("raw", "centred", "normalised")
 }
 
-# Each corrected method has its diagonal method as baseline; none has weight decay.
+# The baseline of each corrected method is its diagonal method; none uses weight decay.
 ARMS: dict[str, dict[str, Any]] = {
     "Adagrad": {"optimizer": "Adagrad"},
     "AdaGradBMA": {
@@ -60,9 +60,9 @@ def compare(
     options: argparse.Namespace,
     results: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """For each arm its best rate, the results of five seeds with it, and the paired difference from its baseline.
+    """For each arm: its best rate, its results with five seeds, and the paired difference from its baseline.
 
-    `results` are those of arms that are not run again.
+    `results` holds the arms that are not rerun.
     """
     everything, arms = arms, {arm: arms[arm] for arm in arms if arm not in results}
 
@@ -129,10 +129,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(description: str, tasks: Tasks, arms: Tasks, baseline: dict[str, str], name: str) -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data-dir", type=Path, default=None, help="where MNIST and CIFAR-10 are")
-    parser.add_argument("--records", type=Path, default=Path("out/runs"), help="one file per run; none is run twice")
+    parser.add_argument("--records", type=Path, default=Path("out/runs"), help="one file per run; none is repeated")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"{name}.json")
-    parser.add_argument("--arms", nargs="+", choices=arms, help="run only these again; the file has the others")
+    parser.add_argument("--arms", nargs="+", choices=arms, help="rerun only these; take the others from the file")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(options.out.read_text())["rows"] if options.arms else []

@@ -1,11 +1,11 @@
-"""The length of the first step: why Algorithm 1 with the authors' floor for eigenvalues can ruin a network at once.
+"""The length of the first step: why Algorithm 1 with the authors' eigenvalue floor can ruin a network at once.
 
     python benchmarks/first_step.py --data-dir FOLDER [--seeds 20]
 
 In the first step of AdaGrad every parameter moves by η, whatever its gradient. The block mean corrects that by A^-½
-between blocks. A has rank one then: all its eigenvalues but one are raised to the floor. Measured per model, floor and
-seed: the largest move of a parameter in units of η, and how much of the spread of the outputs over 500 test images is
-left after a step with η = 0.1. The record is benchmarks/results/first_step.json.
+between blocks. A then has rank one, so all its eigenvalues but one are raised to the floor. For each model, floor and
+seed we measure the largest move of a parameter in units of η, and how much of the spread of the outputs over 500 test
+images is left after a step with η = 0.1. The record is benchmarks/results/first_step.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLOORS = {"the authors' floor, 1e-10": 1e-10, "our floor, 0.1": 0.1}
 
 
 def first_step(model_name: str, images: Images, seed: int) -> dict[str, dict[str, float]]:
-    """The effect of the step with each floor, from equal weights and an equal batch."""
+    """The effect of the step with each floor, from the same weights and batch."""
     torch.manual_seed(seed)
     start = network(model_name, images.train)
     batch = torch.randint(len(images.train), (100,))
@@ -48,7 +48,7 @@ def first_step(model_name: str, images: Images, seed: int) -> dict[str, dict[str
 
 
 def table(found: dict[str, list[dict[str, dict[str, float]]]]) -> str:
-    """One row per model and floor; differences are lost if less than a thousandth of them is left."""
+    """One row per model and floor. Differences count as lost if less than a thousandth of them is left."""
     header = ["model, floor", "largest move, median seed", "worst seed", "seeds that lose all differences"]
     lines = [f"| {' | '.join(header)} |", "|---|---|---|---|"]
     for model, seeds in found.items():

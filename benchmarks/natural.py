@@ -1,13 +1,13 @@
-"""NaturalGradientBMA: does it converge without noise, keep what it has reached, and train as well as SGD?
+"""NaturalGradientBMA: does it converge without noise, stay converged, and train as well as SGD?
 
     python benchmarks/natural.py [--out FILE]
 
 Three tasks, each with a fixed number of steps, on one thread:
 
-    regression    200×10 Gaussian inputs, targets exactly linear, full batch, default settings
+    regression    200×10 Gaussian inputs, exactly linear targets, full batch, default settings
     digits-500    500 MNIST digits, MLP 784-32-10, full batch, default settings
     digits-5000   5,000 MNIST digits, MLP 784-32-10, batches of 128, 500 steps: the best of seven learning rates, a
-                  factor of 2 apart, by the mean over three seeds, and then five fresh seeds; SGD has momentum 0.9
+                  factor of 2 apart, by the mean over three seeds; then five fresh seeds. SGD has momentum 0.9
 
 The summary goes to benchmarks/results/natural.json.
 """
@@ -79,7 +79,7 @@ def regression(exponent: float, seed: int, steps: int = 3000) -> list[float]:
 
 
 def full_batch(seed: int, steps: int = 3000) -> list[float]:
-    """500 digits at once."""
+    """500 digits in one batch."""
     inputs, labels = (x[:500] for x in digits())
     model = mlp(seed)
     optimizer = NaturalGradientBMA(model.parameters())
@@ -98,7 +98,7 @@ def worst_rise(course: list[float]) -> float:
 def mini_batches(
     data: tuple[Tensor, Tensor], cls: Callable[..., torch.optim.Optimizer], options: dict[str, Any], seed: int
 ) -> float | None:
-    """The loss over all digits after training; None where it diverged."""
+    """The loss over all digits after training; None if it diverged."""
     inputs, labels = data
     model = mlp(seed)
     rng = torch.Generator().manual_seed(seed)
@@ -117,7 +117,7 @@ def mini_batches(
 
 
 def race() -> dict[str, Any]:
-    """For each arm the loss of every rate and seed, and its best rate."""
+    """For each arm: the loss of every rate and seed, and the best rate."""
     data, rows = digits(), {}
     for name, (cls, options, rates) in ARMS.items():
         tried = {}

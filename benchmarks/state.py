@@ -1,4 +1,4 @@
-"""How much an optimizer remembers: numbers and bytes of its state, measured after two steps on the paper's networks.
+"""The size of an optimizer's state, in numbers and bytes, after two steps on the paper's networks.
 
 python benchmarks/state.py [--out benchmarks/results/state.json]
 """
@@ -20,7 +20,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def network(depth: int, channels: int) -> nn.Sequential:
-    """The paper's models on MNIST: four times `depth` convolutions, tanh and a pooling; then a linear layer."""
+    """The paper's models on MNIST: four times `depth` convolutions with tanh and one pooling; then a linear layer."""
     layers: list[nn.Module] = []
     before = 1
     for _ in range(4):
@@ -56,7 +56,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def measure(make: Make, model: nn.Module) -> dict[str, int]:
-    """Numbers and bytes in all state tensors but the step counts; memory that several of them share counts once."""
+    """Numbers and bytes in all state tensors except the step counts; shared memory counts once."""
     optimizer = make(model)
     for _ in range(2):
         optimizer.zero_grad()

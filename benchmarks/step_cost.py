@@ -1,4 +1,4 @@
-"""What one optimizer step costs beside torch's own: ratios inside one interleaved run, on one thread.
+"""The cost of one optimizer step relative to torch's own: ratios within one interleaved run, on one thread.
 
 python benchmarks/step_cost.py [--repetitions 30] [--out benchmarks/results/step_cost.json]
 """
@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
 
 
 def stepper(make: Callable[[Any], torch.optim.Optimizer], model: nn.Module) -> Callable[[], object]:
-    """A step on copies of the model's parameters, with gradients that stay as they are."""
+    """A step on copies of the model's parameters, with fixed gradients."""
     generator = torch.Generator().manual_seed(0)
     named = [(name, nn.Parameter(param.detach().clone())) for name, param in model.named_parameters()]
     for _, param in named:

@@ -1,4 +1,4 @@
-"""Timing several operations side by side, and the peak memory of one in a process of its own."""
+"""Time several operations in one interleaved run, and measure the peak memory of one in a separate process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 Operation = Callable[[], object]
-SHORTEST = 1e-3  # seconds; quicker operations are repeated until a sample takes so long
+SHORTEST = 1e-3  # seconds; quicker operations are repeated until a sample takes this long
 
 
 def interleaved(operations: Mapping[str, Operation], repetitions: int) -> dict[str, list[float]]:
     """Seconds per call of each operation, `repetitions` samples each.
 
-    Every repetition runs all operations, in a random order. So a disturbance of the machine hits all of them alike,
-    and the ratio of two samples of one repetition is trustworthy where their times are not.
+    Every repetition runs all operations in random order. A disturbance of the machine then hits all of them equally,
+    and the ratio of two samples of one repetition is reliable even if their times are not.
     """
     calls = {}
     for name, operation in operations.items():
@@ -37,10 +37,10 @@ def interleaved(operations: Mapping[str, Operation], repetitions: int) -> dict[s
 
 
 def keep_memory() -> bool:
-    """Make malloc keep what is freed; False where that cannot be asked for.
+    """Make malloc keep freed memory; return False if that is not possible.
 
-    Otherwise a large result costs new page faults or none, as luck will have it: for 40 MB that is 27 ms or 5 ms for
-    the same pass, and a yardstick must not depend on it. What is left is the work itself.
+    Otherwise it is random whether a large result causes new page faults: for 40 MB, the same pass takes 27 ms with them
+    and 5 ms without. A yardstick must not depend on that.
     """
     no_mmap, no_trim = -4, -1  # M_MMAP_MAX, M_TRIM_THRESHOLD of glibc's <malloc.h>
     try:
@@ -51,33 +51,33 @@ def keep_memory() -> bool:
 
 
 def summary(samples: list[float]) -> dict[str, float]:
-    """Median and quartiles, to four digits: more would only be noise."""
+    """Median and quartiles to four digits; more would be noise."""
     lower, median, upper = (float(f"{x:.4g}") for x in statistics.quantiles(samples, n=4, method="inclusive"))
     return {"median": median, "lower": lower, "upper": upper}
 
 
 def ratios(samples: Mapping[str, list[float]], yardstick: str) -> dict[str, dict[str, float]]:
-    """Median and quartiles of the time of each operation over that of the yardstick in the same repetition."""
+    """Median and quartiles of each operation's time relative to the yardstick's in the same repetition."""
     base = samples[yardstick]
     return {name: summary([a / b for a, b in zip(own, base, strict=True)]) for name, own in samples.items()}
 
 
 def peak_bytes(operation: Operation) -> int | None:
-    """What the process needs at most during a call, above what it has before. None where /proc does not tell."""
+    """The peak memory of the process during a call, above its memory before. None if /proc does not report it."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = _status("VmRSS")
         result = operation()
         after = _status("VmHWM")
     except OSError:
         return None
-    del result  # it counts, so it must live until here
+    del result  # the result counts, so it must live until here
     return max(0, after - before)
 
 
 def run_alone(arguments: list[str]) -> str:
-    """Run this Python with arguments in a fresh process and give what it prints."""
-    # A fixed threshold makes glibc hand freed memory back at once; memory it kept would hide the next allocation.
+    """Run this Python with arguments in a fresh process and return its output."""
+    # A fixed threshold makes glibc return freed memory at once; memory that it kept would hide the next allocation.
     fresh = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     return subprocess.run([sys.executable, *arguments], env=fresh, capture_output=True, text=True, check=True).stdout
 
@@ -90,7 +90,7 @@ def _seconds(operation: Operation, calls: int) -> float:
 
 
 def _status(field: str) -> int:
-    """A number of bytes out of /proc/self/status. (ru_maxrss would do, were it not inherited from the parent.)"""
+    """A number of bytes from /proc/self/status. (ru_maxrss would not do: it is inherited from the parent.)"""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024

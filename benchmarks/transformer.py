@@ -1,9 +1,9 @@
-"""AdamBMA beside AdamW on a transformer, whose LayerNorm leaves the correction little to do: it must not do harm.
+"""AdamBMA against AdamW on a transformer, whose LayerNorm leaves little to correct: it must do no harm.
 
     python benchmarks/transformer.py --data-dir FOLDER [--steps 400] [--out benchmarks/results/transformer.json]
 
-Both at their defaults and the same learning rates, with five paired seeds: the same initial weights, the same batches.
-The loss is that of held-out text, the last tenth. Finished runs are in the file and are not run again.
+Both run at their defaults and the same learning rates, with five paired seeds: the same initial weights and batches.
+The loss is on held-out text, the last tenth. Finished runs are kept in the file and not repeated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTEXT, WIDTH, BATCH = 64, 64, 32
 
 
 def run(arm: str, lr: float, seed: int, steps: int, text: Text) -> dict[str, float]:
-    """Train once; the mean training loss of the last tenth of the steps, and the loss of held-out text."""
+    """Train once; return the mean training loss of the last tenth of the steps, and the loss on held-out text."""
     torch.manual_seed(seed)
     model = CharacterTransformer(text.vocabulary, WIDTH, context=CONTEXT)
     optimizer = ARMS[arm](model.named_parameters(), lr=lr)
@@ -50,7 +50,7 @@ def run(arm: str, lr: float, seed: int, steps: int, text: Text) -> dict[str, flo
 
 
 def differences(runs: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """AdamBMA − AdamW over paired seeds for every rate: mean and half the width of its 95% interval."""
+    """AdamBMA − AdamW over paired seeds for every rate: mean and half-width of its 95% interval."""
     found = {}
     for lr in RATES:
         pairs = [(runs[f"AdamBMA {lr:g} {seed}"], runs[f"AdamW {lr:g} {seed}"]) for seed in SEEDS]

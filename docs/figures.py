@@ -1,4 +1,4 @@
-"""Draw pictures of docs/img/ again: `make docs`. Timings come from records, never from a run."""
+"""Redraw pictures in docs/img/ (`make docs`). Timings come from records, never from a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def algebra_cost(record: dict[str, Any], out: Path) -> list[Path]:
 
 
 def _draw(ax: Axes, points: list[dict[str, Any]], against: str, what: str, name: str) -> None:
-    """One line of one panel; points where the operation was not measured are left out."""
+    """One line of one panel; skip points where the operation was not measured."""
     label, colour, line = SHOWN[name]
     found = [(point[against], point[what][name]) for point in points if name in (point[what] or {})]
     if what == "seconds":

@@ -1,4 +1,4 @@
-"""The pictures of docs/curvature.md: empirical Fisher matrices of nets before and after a short training.
+"""The pictures of docs/curvature.md: empirical Fisher matrices of nets before and after a short training run.
 
 `make docs` draws them, in one or two minutes: one thread and fixed seeds, so that the same machine draws the same
 pictures. Beside them stands curvature.json, the numbers that the page speaks of. The text comes from
@@ -31,7 +31,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def train(model: nn.Module, samples: Batch, steps: int, lr: float, batch: int) -> float:
-    """Train with Adam; the mean loss of the last 20 steps."""
+    """Train with Adam; return the mean loss of the last 20 steps."""
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     losses = []
     for chosen in _batches(len(samples[1]), steps, batch):
@@ -49,7 +49,7 @@ def _batches(count: int, steps: int, batch: int) -> Iterator[Tensor]:
 
 
 def look(model: nn.Module, samples: Batch, count: int, by: str = "tensor") -> curvature.Curvature:
-    """The empirical Fisher matrix of the first samples, its blocks named as short as is clear."""
+    """The empirical Fisher matrix of the first samples, with short block names."""
     given, cut = (samples[0][:count], samples[1][:count]), Partition.of(model, by)
     names = [name.replace("blocks.layers.", "").replace("self_attn.", "") for name in cut.names]
     partition = Partition.from_sizes(cut.sizes, names=names)
@@ -57,8 +57,8 @@ def look(model: nn.Module, samples: Batch, count: int, by: str = "tensor") -> cu
 
 
 def numbers(F: curvature.Curvature) -> dict[str, Any]:
-    """What the page quotes: A, and per block how far its gradients have a direction in common, A_ii over the mean of
-    the diagonal of F in the block: 1 without any, s_i where all entries are always equal."""
+    """What the page quotes: A, and per block how far its gradients share a direction: A_ii over the mean of the
+    diagonal of F in the block. It is 1 if they share none, and s_i if all entries are always equal."""
     diagonal = F.matrix.lam + F.matrix.B.diagonal()
     return {
         "blocks": list(F.names),
@@ -74,7 +74,7 @@ def numbers(F: curvature.Curvature) -> dict[str, Any]:
 
 
 def _rounded(x: Tensor) -> Any:
-    """Four digits, because later ones depend on the machine; None where there is no number."""
+    """Four digits, because later ones depend on the machine; None if there is no number."""
     if x.ndim > 1:
         return [_rounded(row) for row in x]
     return [float(f"{value:.4g}") if math.isfinite(value) else None for value in x.tolist()]
@@ -105,7 +105,7 @@ def draw(out: Path) -> list[Path]:
             when = "at initialisation" if loss is None else f"after {steps} steps, loss {loss:.2f}"
             ax = plot.coupling(F, title=f"{told[task]}\n{when}")
             written.append(out / f"curvature-{task}-{state}.svg")
-            # matplotlib puts the date and random identifiers into an SVG unless told otherwise.
+            # By default matplotlib puts the date and random identifiers into an SVG.
             with matplotlib.rc_context({"svg.hashsalt": written[-1].name}):
                 ax.figure.savefig(written[-1], metadata={"Date": None})
             record[f"{task}, {state}"] = {"loss": loss, **numbers(F)}
@@ -116,7 +116,7 @@ def draw(out: Path) -> list[Path]:
 
 
 def _inputs(how: str) -> dict[str, Any]:
-    """How far the gradients of the units of an MLP have a common direction, by the preparation of its inputs."""
+    """How far the gradients of an MLP's units share a direction, by the preprocessing of its inputs."""
     images = data.load("digits", inputs=how)
     samples = images.train, images.train_labels
     torch.manual_seed(0)

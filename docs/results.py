@@ -1,4 +1,4 @@
-"""Fill docs/results.md with what the records in results/ say, and draw its pictures: part of `make docs`."""
+"""Fill docs/results.md from the records in results/ and draw its pictures; part of `make docs`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def overview(studies: list[StudyResult], path: Path) -> Picture:
 
 
 def claims(found: Iterable[Outcome]) -> str:
-    """Every claim that measurements decide, with its verdict; those that are mathematics must hold."""
+    """Every claim that measurements decide, with its verdict; mathematical claims must hold."""
     rows = []
     for claim in (claim for outcome in found for claim in outcome.claims):
         if not claim.exact:

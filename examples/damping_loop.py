@@ -1,19 +1,20 @@
-"""Levenberg and Marquardt's damping around the Gauss-Newton matrix in block-mean form.
+"""Levenberg-Marquardt damping with the Gauss-Newton matrix in block-mean form.
 
     python examples/damping_loop.py
 
-Every step trusts the quadratic model m(Δ) = f + gᵀΔ + ½ΔᵀGΔ, G the block mean of the generalised Gauss-Newton matrix,
-only as far as its last prediction was good. With Δ = −(G + δI)⁻¹g and the gain ratio
+Every step trusts the quadratic model m(Δ) = f + gᵀΔ + ½ΔᵀGΔ only as far as its last prediction was good. G is the
+block mean of the generalised Gauss-Newton matrix. With Δ = −(G + δI)⁻¹g and the gain ratio
 
     ρ = (decrease of the loss) / (decrease that the model predicted)
 
-the loop raises the damping δ where ρ < ¼, lowers it where ρ > ¾, and skips a step that would raise the loss. There is
-no learning rate. For comparison, gradient descent with a line search takes as many steps: it too has nothing to tune.
+the loop raises the damping δ if ρ < ¼, lowers it if ρ > ¾, and skips a step that would raise the loss. There is no
+learning rate. For comparison, gradient descent with a line search takes the same number of steps; it has nothing to
+tune either.
 
-The loop works: the loss falls at every step it takes, and δ settles. It is no argument for the block mean as a model of
-the loss, though: a line search along the plain gradient gets as far or further. The last lines show why: along the
-gradient the exact G is several times its block mean, because inside a block the gradient does not avoid the directions
-of large curvature, while λ_i is the mean over all directions. So ρ keeps δ high.
+The loop works: the loss falls at every step it takes, and δ settles. But it does not show that the block mean is a good
+model of the loss: a line search along the plain gradient gets as far or further. The last lines of output show why.
+Along the gradient, the exact G is several times its block mean: inside a block the gradient does not avoid the
+directions of large curvature, while λ_i is the mean over all directions. So ρ keeps δ high.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from blockmean.lab import data
 STEPS = 30
 SEEDS = (0, 1, 2)
 PARTITION = "unit"
-FACTOR = 3.0  # by which the damping is raised or lowered
+FACTOR = 3.0  # raises or lowers the damping
 
 
 class Step(NamedTuple):
@@ -75,7 +76,7 @@ class Task:
 
 
 def gauss_newton(task: Task, damping: float = 1.0) -> list[Step]:
-    """Levenberg and Marquardt's loop."""
+    """The Levenberg-Marquardt loop."""
     steps: list[Step] = []
     loss, moved = task.loss(), True
     for _ in range(STEPS):
@@ -102,14 +103,14 @@ def curvature_along_gradient(task: Task) -> tuple[float, float]:
     """gᵀGg / gᵀg with the exact G, and with its block mean."""
     g = task.gradient()
     given = task.model, cross_entropy, (task.x, task.y)
-    # One block per parameter is the whole matrix; of cross-entropy, it is the Gauss-Newton matrix.
+    # One block per entry gives the full matrix. For cross-entropy the Fisher matrix equals the Gauss-Newton matrix.
     exact = curvature.fisher(*given, "element").matrix
     approximate = curvature.ggn(*given, PARTITION).matrix
     return float(g @ (exact @ g) / (g @ g)), float(g @ (approximate @ g) / (g @ g))
 
 
 def gradient_descent(task: Task, length: float = 1.0) -> list[float]:
-    """Losses after each step, its length found by doubling and halving the last one."""
+    """The loss after each step; the step length is found by doubling and halving the last one."""
     losses = []
     for _ in range(STEPS):
         theta, g = task.theta, task.gradient()

@@ -1,4 +1,4 @@
-"""Which layers have gradients that depend on each other? A model, its empirical Fisher matrix, a picture.
+"""Which layers have gradients that depend on each other? Plot the empirical Fisher matrix of a model.
 
 python examples/fisher_heatmap.py [picture.png]
 """

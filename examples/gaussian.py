@@ -2,17 +2,17 @@
 
     python examples/gaussian.py
 
-The log-density of N(0, Σ) needs Σ⁻¹x and log det Σ, a sample Σ^½z: Theorem 1, the eigenvalues, Lemma 1.
+The log-density of N(0, Σ) needs Σ⁻¹x (Theorem 1) and log det Σ (the eigenvalues); a sample needs Σ^½z (Lemma 1).
 
-The block mean of the sample covariance C is the maximum-likelihood estimate. Σ is a block-mean matrix if and only
-if its inverse P is, so tr(PC) = tr(P E(C)), as E is self-adjoint: the log-likelihood −N/2 (log det Σ + tr(Σ⁻¹C))
-depends on C only through E(C). It is strictly concave in P, and its gradient in P is N/2 (P⁻¹ − E(C)): it vanishes only
-at Σ = E(C). With L samples or more that is positive definite with probability one, however many entries there are.
+The block mean E(C) of the sample covariance C is the maximum-likelihood estimate. Σ is a block-mean matrix if and only
+if its inverse P is, so tr(PC) = tr(P E(C)), because E is self-adjoint: the log-likelihood −N/2 (log det Σ + tr(Σ⁻¹C))
+depends on C only through E(C). It is strictly concave in P, and its gradient in P, N/2 (P⁻¹ − E(C)), vanishes only at
+Σ = E(C). With L or more samples, E(C) is positive definite with probability one, however many entries there are.
 
-Observations in groups are such a Gaussian: if y_k = f(t_i) + noise for every k in group i, with a Gaussian process f,
-the covariance of y is K(t_i, t_j) between groups i and j plus the noise on the diagonal: a block-mean matrix exactly.
-(The posterior of f depends on the means of the groups alone, as Theorem 1 shows; the likelihood, from which the noise
-is learnt, on all of y.)
+Grouped observations follow such a Gaussian. If y_k = f(t_i) + noise for every k in group i, with a Gaussian process f,
+the covariance of y is K(t_i, t_j) between groups i and j plus the noise on the diagonal, which is exactly a block-mean
+matrix. (As Theorem 1 shows, the posterior of f depends only on the group means. The likelihood, from which the noise
+is learnt, depends on all of y.)
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def sample(covariance: BlockMean, count: int, random: torch.Generator) -> Tensor
 
 
 def random_covariance(partition: Partition, random: torch.Generator) -> BlockMean:
-    """Blocks that depend on each other, with signs, and a variance of their own inside."""
+    """Blocks that depend on each other with either sign, each with its own variance inside."""
     L = partition.num_blocks
     factor = torch.randn(L, L, generator=random, dtype=torch.float64) / L**0.5
     return BlockMean(partition, 0.5 + torch.rand(L, generator=random, dtype=torch.float64), factor @ factor.mT)
 
 
 def slope(rows: Tensor, covariance: BlockMean) -> float:
-    """The length of the gradient of the mean log-likelihood in λ and B, which autograd takes through the algebra."""
+    """The norm of the gradient of the mean log-likelihood in λ and B; autograd differentiates through the algebra."""
     lam, B = covariance.lam.clone().requires_grad_(), covariance.B.clone().requires_grad_()
     log_likelihood(rows, BlockMean(covariance.partition, lam, B)).mean().backward()
     assert lam.grad is not None and B.grad is not None
@@ -61,12 +61,12 @@ def slope(rows: Tensor, covariance: BlockMean) -> float:
 
 
 class Small(NamedTuple):
-    """What can be compared with dense matrices."""
+    """Results that dense matrices can check."""
 
     density_error: float  # against torch.distributions, relative
     slope_at_truth: float
     slope_at_fit: float
-    gain: float  # mean log-likelihood of the fit over that of the true covariance, on the samples it was fitted to
+    gain: float  # mean log-likelihood of the fit above that of the true covariance, on the training samples
 
 
 def small() -> Small:
@@ -83,17 +83,17 @@ def small() -> Small:
 
 
 class Large(NamedTuple):
-    """A fit where the dense covariance would not fit into any memory."""
+    """A fit whose dense covariance would exceed any memory."""
 
     seconds: float
     error: float  # of the estimate of A, relative, in the Frobenius norm
     lam_error: float  # of the estimate of λ, relative, the largest
     log_likelihood: float  # of a fresh sample under the fit, per entry
-    expected: float  # what it is on average under the truth: minus the entropy, per entry
+    expected: float  # its mean under the truth: minus the entropy, per entry
 
 
 def large(samples: int = 100, at_once: int = 10) -> Large:
-    """d = 10⁶: samples, a fit that sees a few of them at a time, and the likelihood of a fresh one."""
+    """d = 10⁶: draw samples, fit a few at a time, and compute the likelihood of a fresh one."""
     random = torch.Generator().manual_seed(0)
     partition = Partition.from_sizes([LARGE // BLOCKS] * BLOCKS)
     truth = random_covariance(partition, random)
@@ -118,8 +118,8 @@ class Process(NamedTuple):
     """Gaussian process regression with observations in groups."""
 
     dense_error: float  # of the posterior mean and deviation on a part of the data, against dense algebra
-    noise: float  # the deviation of the noise as the marginal likelihood learns it
-    error: float  # root mean square of posterior mean minus the true function, in the middle between two places
+    noise: float  # standard deviation of the noise, learnt from the marginal likelihood
+    error: float  # root mean square of posterior mean minus true function, halfway between neighbouring places
     calibration: float  # the same in units of the posterior deviation; 1 is right
     observations: int
 
@@ -137,7 +137,7 @@ def posterior(y: Tensor, M: BlockMean, cross: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def process() -> Process:
-    """A function seen 20,000 times at 40 places with noise of deviation 0.5, drawn from its own prior."""
+    """A function drawn from the prior, observed 20,000 times at 40 places with noise of standard deviation 0.5."""
     random = torch.Generator().manual_seed(0)
     t = torch.linspace(0, 1, 40, dtype=torch.float64)
     between = (t[1:] + t[:-1]) / 2
@@ -175,7 +175,7 @@ def process() -> Process:
 
 
 def _dense_error(y: Tensor, groups: Tensor, M: BlockMean, cross: Tensor) -> float:
-    """The largest difference from the textbook's formulas with a dense matrix, on a part of the observations."""
+    """The largest difference from the textbook formulas with a dense matrix, on part of the observations."""
     part = BlockMean(Partition.from_labels(groups), M.lam, M.B)
     dense, rows = part.to_dense(), cross[:, groups]
     mean = rows @ torch.linalg.solve(dense, y)

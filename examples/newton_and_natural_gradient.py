@@ -2,16 +2,16 @@
 
     python examples/newton_and_natural_gradient.py
 
-The paper's small net (322 parameters) at initialisation and early in its training, on 200 real digits: small enough
+The paper's small net (322 parameters) at initialisation and early in training, on 200 real digits. It is small enough
 for the exact matrices, which are block means with one block per parameter. The directions are
 
     gradient            g
     natural gradient    (F + δI)⁻¹ g,    F the Fisher matrix, equal to the Gauss-Newton matrix of cross-entropy
-    Newton              (|H| + δI)⁻¹ g,  H the Hessian; it is indefinite, so its eigenvalues are taken without sign
+    Newton              (|H| + δI)⁻¹ g,  H the Hessian; it is indefinite, so use the absolute eigenvalues
 
-with δ a tenth of the mean eigenvalue. A direction does not say how far to go, so all go equally far: once until
-the predictions have changed by the same amount, KL(before ‖ after) = 0.01 on average over the images, and once to the
-lowest loss on their line.
+with δ a tenth of the mean eigenvalue. A direction does not say how far to go, so each is followed twice: until the
+predictions have changed by the same amount, KL(before ‖ after) = 0.01 on average over the images, and to the lowest
+loss on its line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from blockmean import BlockMean, curvature
 from blockmean.lab import data, models
 
 IMAGES = 200
-WARM_UP = (0, 60)  # steps of Adam before the step
+WARM_UP = (0, 60)  # steps of Adam before the comparison
 DAMPING = 0.1  # of the mean eigenvalue
 RADIUS = 0.01  # KL
 
@@ -79,7 +79,7 @@ class Problem:
         return float(nn.functional.kl_div(after, self.before, reduction="batchmean", log_target=True))
 
     def follow(self, direction: Tensor, blocks: int | None) -> Line:
-        """Go along −direction to the radius, and try lengths from 1/64 to 64 times that for the lowest loss."""
+        """Follow −direction to the radius, and try 1/64 to 64 times that length for the lowest loss."""
         radius = _length(lambda t: self.change(t * direction), RADIUS)
         lengths = radius * 2 ** torch.linspace(-6, 6, 25)
         return Line(blocks, self.loss(radius * direction), min(self.loss(t * direction) for t in lengths))
@@ -103,7 +103,7 @@ def _length(change: Callable[[float], float], radius: float) -> float:
 
 
 def compare(warm_up: int) -> tuple[float, dict[str, Line]]:
-    """The loss at the start, and the losses along every direction."""
+    """The initial loss, and the losses along every direction."""
     problem = Problem(warm_up)
     given = problem.model, cross_entropy, (problem.x, problem.y)
     lines = {"gradient": problem.follow(problem.gradient, None)}

@@ -1,4 +1,4 @@
-"""Newton's method works the same in all linear coordinates. In which does its block mean?
+"""Newton's method is invariant to all linear changes of coordinates. To which is its block mean invariant?
 
     python examples/newton_invariance.py
 
@@ -7,11 +7,11 @@ TᵀHT and its gradient Tᵀ∇f, so Newton's iterates always satisfy ξ_t = Tθ
 this holds if and only if C(TᵀHT) = TᵀC(H)T for every H.
 
 The block mean E(H) is the average of PᵀHP over all permutations P inside blocks. A block-mean matrix T commutes with
-every such P, so E(TᵀHT) = TᵀE(H)T: one scale per block, or any mixing of whole blocks. An orthogonal T that keeps block
-sums and turns the directions inside each block that sum to zero maps block-mean matrices to themselves, and so it
-commutes with the orthogonal projection E as well. Products of the two are allowed, and exchanging the directions that
-sum to zero between blocks of equal size; nothing else is (`docs/curvature.md` has the argument). A separate scale
-for every entry, which a diagonal preconditioner absorbs, is not among them.
+every such P, so E(TᵀHT) = TᵀE(H)T: this covers one scale per block, and any mixing of whole blocks. An orthogonal T
+that keeps block sums and rotates the zero-sum directions inside each block maps block-mean matrices to themselves, so
+it commutes with the orthogonal projection E as well. Products of the two also work, and so does exchanging the zero-sum
+directions of blocks of equal size; nothing else does (`docs/curvature.md` has the argument). In particular, a separate
+scale for every entry, which a diagonal preconditioner absorbs, does not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def convex(random: torch.Generator) -> Loss:
 
 
 def reparametrisations(random: torch.Generator) -> dict[str, Tensor]:
-    """Matrices T, (d, d), from the mildest to the most general."""
+    """Matrices T, (d, d), from the most special to the most general."""
     L, s = PARTITION.num_blocks, PARTITION.sizes
     mixing = BlockMean(PARTITION, 1 + torch.rand(L, generator=random).double(), 0.3 * _normal(random, L, L))
     turns = torch.block_diag(*(_turn(int(size), random) for size in s))
@@ -107,8 +107,8 @@ def main() -> None:
     print(f"{'T':32}" + "".join(f"{method:>12}" for method in METHODS))
     for name, row in table().items():
         print(f"{name:32}" + "".join(f"{value:12.0e}" for value in row.values()))
-    print("\nNewton's method bears every T. Its block mean bears a scale per block and every other block-mean matrix,")
-    print("and rotations of what sums to zero inside a block; not a scale per entry, which the diagonal bears.")
+    print("\nNewton's method is invariant to every T. Its block mean is invariant to block-mean matrices, such as a")
+    print("scale per block, and to zero-sum rotations inside a block, but not to a scale per entry; the diagonal is.")
 
 
 if __name__ == "__main__":

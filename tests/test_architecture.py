@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN.md): downwards only, the lab through the public names, heavy packages when needed."""
+"""Import rules: downwards only, the lab through the public names, heavy packages only when needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import blockmean
 
 ROOT = Path(blockmean.__file__).parent
 
-# Each part of the package and the parts it may import. What is not listed may not be imported.
+# Each part of the package and the parts it may import. Nothing else is allowed.
 ALGEBRA = {"_checks", "_linalg", "blocks", "partition", "matrix"}
 ALLOWED = {
     "_checks": set(),
@@ -51,7 +51,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def imports(tree: ast.AST, *, at_import_time: bool = False) -> Iterator[tuple[str, str]]:
-    """(module, name) of every import, relative ones refused; only those that run on import, if asked."""
+    """(module, name) of every import; optionally only those that run on import. Relative imports are refused."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -109,7 +109,7 @@ def test_heavy_packages_are_imported_by_what_needs_them_when_it_needs_them(modul
 
 
 def test_importing_blockmean_loads_torch_and_nothing_heavy_beyond_it() -> None:
-    # torch imports numpy by itself where it is installed, so only what is new counts.
+    # torch imports numpy itself if it is installed, so count only new modules.
     code = (
         "import sys, torch; packages = lambda: {name.partition('.')[0] for name in sys.modules}; "
         "before = packages(); import blockmean; print(*packages() - before)"
@@ -122,7 +122,7 @@ def test_importing_blockmean_loads_torch_and_nothing_heavy_beyond_it() -> None:
 
 def test_importing_blockmean_works_where_torch_is_all_there_is() -> None:
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(LAZY)!r})); import blockmean; blockmean.BlockMean"
-    # torch without numpy warns about it; that is torch's affair.
+    # torch warns if numpy is missing; that is not ours to test.
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 

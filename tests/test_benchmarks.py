@@ -1,4 +1,4 @@
-"""Benchmarks run, their records are complete, and pictures can be drawn from them."""
+"""Benchmarks run, their records are complete, and pictures draw from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example runs as it is, and the numbers that it shows are what it says they are."""
+"""Every example runs as it is and prints correct numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMBER = r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 
 
 def load(name: str) -> ModuleType:
-    """An example as a module, its `main` not run."""
+    """An example as a module, without running `main`."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,7 +29,7 @@ def load(name: str) -> ModuleType:
 
 
 def run(name: str, *arguments: str) -> str:
-    """What an example prints in a process of its own, warnings being errors."""
+    """The output of an example in a separate process, with warnings as errors."""
     command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
@@ -39,14 +39,14 @@ def run(name: str, *arguments: str) -> str:
 
 
 def row(printed: str, start: str) -> list[float]:
-    """The numbers of the line that starts with some words."""
+    """The numbers on the first line that starts with the given words."""
     line = next(line for line in printed.splitlines() if line.strip().startswith(start))
     return [float(x) for x in re.findall(NUMBER, line.strip().removeprefix(start).replace(",", ""))]
 
 
 # ---------------------------------------------------------------- newton_invariance
 
-ROUNDING = 1e-12  # 10 steps of matrices of condition 10² or so, in float64
+ROUNDING = 1e-12  # 10 steps with matrices of condition about 10², in float64
 ABSORBED = {
     "permutation inside blocks": {"gradient", "Newton", "diagonal", "block mean"},
     "rotation of what sums to zero": {"gradient", "Newton", "block mean"},
@@ -137,7 +137,7 @@ def test_gaussian_prints_what_it_found_with_a_million_entries():
     printed = run("gaussian")
     assert "8 TB" in printed
     fresh, expected = row(printed, "log-density of a fresh sample per entry")
-    # A sum of 10⁶ squares errs by √(d/2); a fit to 100 samples, by some 10⁻⁴ per entry.
+    # A sum of 10⁶ squares is off by √(d/2); a fit to 100 samples, by about 10⁻⁴ per entry.
     assert fresh == pytest.approx(expected, abs=5e-3)
 
 
@@ -152,7 +152,7 @@ def test_the_damping_loop_lowers_the_loss_and_follows_its_rule(monkeypatch: pyte
     losses = [start, *(step.loss for step in steps)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.9 * start
-    assert any(step.ratio < 0 for step in steps)  # a step that is refused is among them
+    assert any(step.ratio < 0 for step in steps)  # includes a refused step
     for before, step, after in zip(losses, steps, steps[1:], strict=False):
         assert (step.loss < before) == (step.ratio > 0)
         factor = 3 if step.ratio < 0.25 else 1 / 3 if step.ratio > 0.75 else 1
@@ -178,7 +178,7 @@ def test_one_step_early_in_training_gains_more_the_finer_the_blocks():
     gradient = row(printed, "gradient")[0]
     assert gain["kernel"] > 1.3 * gradient > 0
     assert row(printed, "Newton, exact")[1] > row(printed, "Newton, tensor")[1] > gradient
-    # At initialisation it is the gradient that wins, over the exact matrix too: the page says so.
+    # At initialisation the gradient wins, even over the exact matrix: the page says so.
     assert row(first, "gradient")[0] > row(first, "natural gradient, exact")[1]
 
 

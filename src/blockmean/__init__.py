@@ -1,11 +1,11 @@
-"""Block mean matrices, exactly, and optimizers that see the dependency between groups of parameters.
+"""Exact algebra of block-mean matrices, and optimizers that account for the dependency between groups of parameters.
 
     partition.py   which entries form a block; block sums and expansion
-    matrix.py      BlockMean: Λ̄ + B̄, its inverse, roots and every other function at the cost of L×L matrices
+    matrix.py      BlockMean: Λ̄ + B̄, its inverse, roots and any other function at the cost of an L×L matrix
     optim/         AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA: drop-in for torch.optim, one per file
                    diagnose: will the correction matter here?
     curvature/     Fisher, Gauss-Newton and Hessian matrices of a model on data, as BlockMean, never d×d
-    plot.py        pictures of matrices and their blocks (needs the `lab` extra)
+    plot/          pictures of matrices and their blocks (needs the `lab` extra)
 
 After Lu, Harandi, Hartley and Pascanu, "Block Mean Approximation for Efficient Second Order Optimization".
 """

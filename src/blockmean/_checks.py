@@ -1,4 +1,4 @@
-"""Argument checks with one wording: every message says what was wrong and what was given."""
+"""Argument checks with uniform wording: every message says what was expected and what was given."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def as_float(values: Any, name: str, owner: str, like: Any = None) -> Tensor:
 
 
 def as_int(values: Sequence[int] | Tensor, name: str, owner: str) -> Tensor:
-    """A one-dimensional int64 tensor on the CPU, a copy; anything but whole numbers is refused."""
+    """A copy as a one-dimensional int64 tensor on the CPU; refuse anything but whole numbers."""
     x = torch.as_tensor(values).detach().cpu()
     is_whole = x.numel() == 0 or not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
     require(is_whole, name, owner, "whole numbers", x.dtype, TypeError)

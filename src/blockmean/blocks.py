@@ -1,4 +1,4 @@
-"""Cutting tensors into blocks: the one description that `Partition.of` and the optimizers share."""
+"""Cut tensors into blocks: the description that `Partition.of` and the optimizers share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TensorBlocks:
     dims: tuple[int, ...] = ()
     labels: Tensor | None = None  # (entries,) int64 on the CPU
     key: tuple[str, str] | None = None  # ("module", its name) or ("all", "all")
-    is_plain: bool = False  # single entries, because a block mean says nothing about norm gains and biases
+    is_plain: bool = False  # single entries: norm gains and biases, for which a block mean makes no sense
 
     @cached_property
     def count(self) -> int:
@@ -55,7 +55,7 @@ class TensorBlocks:
 
     @cached_property
     def is_contiguous(self) -> bool:
-        """Whether flattening the tensor puts the blocks side by side, in order."""
+        """Whether the blocks are contiguous and in order in the flattened tensor."""
         if self.labels is not None:
             return bool((self.labels.diff() >= 0).all())
         return self.dims == tuple(range(len(self.dims)))
@@ -66,7 +66,7 @@ class TensorBlocks:
         return f"{self.name} {list(self.shape)}"
 
     def block_names(self) -> Iterator[str]:
-        """A name per block: the tensor's, with the index of unit, kernel or entry."""
+        """One name per block: the tensor's, followed by the index of the unit, kernel or entry."""
         grid = (self.count,) if self.labels is not None else tuple(self.shape[dim] for dim in self.dims)
         for index in itertools.product(*map(range, grid)):
             yield (self.key[1] if self.key else self.name) + (f"[{','.join(map(str, index))}]" if index else "")
@@ -92,7 +92,7 @@ class TensorBlocks:
         return c.view([size if dim in self.dims else 1 for dim, size in enumerate(self.shape)])
 
     def rows(self, start: int, stop: int) -> tuple[TensorBlocks, int]:
-        """The blocks of rows start to stop of dim 0, and the first of these blocks among all of the tensor."""
+        """The blocks of rows start to stop of dim 0, and the index of the first of them in the whole tensor."""
         shape = (stop - start, *self.shape[1:])
         if self.labels is not None:
             own = self.labels.view(self.shape)[start:stop].flatten()
@@ -103,7 +103,7 @@ class TensorBlocks:
 
     @cached_property
     def digest(self) -> int:
-        """A number that is equal for equal cuts of equal shapes, whatever their names; 63 bits."""
+        """A 63-bit hash of shape and cut; names do not matter."""
         text = hashlib.sha256(repr((self.shape, self.dims, self.key and self.key[0])).encode())
         if self.labels is not None:
             raw = self.labels.contiguous()
@@ -115,7 +115,7 @@ class TensorBlocks:
         return {}
 
     def _cached(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Labels, the order that puts entries block after block, and sizes, on a device."""
+        """Labels, the order that sorts entries by block, and sizes, on a device."""
         assert self.labels is not None
         if device not in self._by_device:
             order = self.labels.argsort(stable=True)
@@ -124,17 +124,17 @@ class TensorBlocks:
 
 
 def sum_blocks(cuts: Sequence[TensorBlocks], values: Sequence[Tensor]) -> Tensor:
-    """The block sums of every tensor, one after the other."""
+    """The block sums of all tensors, concatenated."""
     return torch.cat([cut.sum(x) for cut, x in zip(cuts, values, strict=True)])
 
 
 def spread_blocks(cuts: Sequence[TensorBlocks], values: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Numbers per block of every tensor, ready to broadcast against it."""
+    """For every tensor, its numbers per block, ready to broadcast against it."""
     return [cut.spread(c.to(dtype)) for cut, c in zip(cuts, values, strict=True)]
 
 
 def cut(name: str, position: int, tensor: Tensor, by: By, output: int | Tensor = 0) -> TensorBlocks:
-    """Cut one tensor into blocks; `output` is the dim of its outputs, or the output of every entry, for "unit"."""
+    """Cut one tensor into blocks. For "unit", `output` is the dim of its outputs, or the output of every entry."""
     shape, module, shown = tuple(tensor.shape), module_of(name), name or f"param{position}"
     answer = by(name, tensor) if callable(by) else by
     if isinstance(answer, Tensor):
@@ -159,7 +159,7 @@ def cut(name: str, position: int, tensor: Tensor, by: By, output: int | Tensor =
 
 
 def first_blocks(tensors: Sequence[TensorBlocks]) -> list[int]:
-    """The number of the first block of every tensor, blocks counted in order of first appearance."""
+    """The index of the first block of every tensor; blocks are numbered in order of first appearance."""
     starts: list[int] = []
     shared: dict[tuple[str, str], int] = {}
     count = 0
@@ -171,7 +171,7 @@ def first_blocks(tensors: Sequence[TensorBlocks]) -> list[int]:
 
 
 def named_blocks(tensors: Sequence[TensorBlocks]) -> Iterator[tuple[str, str]]:
-    """(name, the parameters it comes from) of each block, in the order of `first_blocks`."""
+    """(name, parameters it comes from) for each block, in the order of `first_blocks`."""
     shared: dict[tuple[str, str], list[str]] = {}
     for tensor in tensors:
         if tensor.key is not None:
@@ -184,9 +184,9 @@ def named_blocks(tensors: Sequence[TensorBlocks]) -> Iterator[tuple[str, str]]:
 
 
 def outputs_of(model: nn.Module) -> dict[Tensor, int | Tensor]:
-    """The output dim of weights that modules do not store (out, in, ...), or the output of every entry.
+    """The output dim, or the output of every entry, of weights that modules do not store as (out, in, ...).
 
-    Transposed convolutions store (in, out / groups, ...), and `Conv1D` of Hugging Face (in, out).
+    Transposed convolutions store (in, out / groups, ...), and Hugging Face's `Conv1D` stores (in, out).
     """
     found: dict[Tensor, int | Tensor] = {}
     for module in model.modules():
@@ -207,7 +207,7 @@ def module_of(name: str) -> str:
 
 
 def named_tensors(params: Params) -> list[tuple[str, Tensor]]:
-    """Parameters in any accepted form as (name, tensor) pairs; unnamed ones have the name ''."""
+    """Convert parameters in any accepted form to (name, tensor) pairs; unnamed ones get the name ''."""
     owner = "Partition.of"
     if isinstance(params, Tensor):
         params = [params]
@@ -232,10 +232,10 @@ def named_tensors(params: Params) -> list[tuple[str, Tensor]]:
 
 
 def sizes_of_labels(labels: Tensor, owner: str) -> Tensor:
-    """The size of every block; raises unless every number from 0 to L − 1 occurs."""
+    """The size of every block; raise unless every number from 0 to L − 1 occurs."""
     require(len(labels) > 0, "labels", owner, "a non-empty sequence", [])
     require(int(labels.min()) >= 0, "labels", owner, ">= 0", int(labels.min()))
-    # L cannot exceed d without leaving a hole, so a stray huge label must not make a huge count.
+    # L > d would leave a gap. The clamp keeps a stray huge label from allocating a huge count.
     sizes = torch.bincount(labels.clamp(max=len(labels)))
     if (sizes == 0).any():
         raise ValueError(

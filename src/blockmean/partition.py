@@ -1,8 +1,8 @@
 """Partitions: which of d entries form a block, and the two maps between entries (d) and blocks (L).
 
-A contiguous partition is stored as its L sizes. Runs of equal sizes are handled as one strided view, so block sums and
-expansions cost one pass over the data and never build an index as long as the data. Only a partition whose blocks
-interleave keeps one label per entry.
+A contiguous partition stores only its L sizes. A run of equal sizes is handled as one strided view, so block sums and
+expansions take one pass over the data and never build an index as long as the data. Only a partition with interleaved
+blocks keeps one label per entry.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Partition:
         self.sizes = sizes  # (L,) int64 on the CPU
         self.num_blocks = len(sizes)  # L
         self.num_entries = int(sizes.sum())  # d
-        self._labels = labels  # (d,) int64 on the CPU, None where blocks are contiguous
-        self._named_after = names  # the names themselves, or the tensors that blocks are named after when asked
+        self._labels = labels  # (d,) int64 on the CPU, None if blocks are contiguous
+        self._named_after = names  # block names, or the tensors from which to derive them on demand
 
     # ---------------------------------------------------------------- construction
 
@@ -85,15 +85,15 @@ class Partition:
 
     @classmethod
     def of(cls, params: Params, by: By = "tensor") -> Partition:
-        """Partition the entries of parameters, flattened and laid end to end in their order.
+        """Partition the entries of parameters, flattened and concatenated in order.
 
-        `params` are tensors, (name, tensor) pairs, a mapping or a module; empty tensors have no entries and no block.
+        `params` are tensors, (name, tensor) pairs, a mapping or a module. Empty tensors get no block.
         `by` is one of
 
         - `"tensor"`: one block per tensor (the paper's choice);
-        - `"unit"`: one block per output of tensors with two or more dims, and one per entry of all others. Outputs are
-          dim 0, or what the modules of a model say (transposed convolutions, `Conv1D` of Hugging Face);
-        - `"kernel"`: one block per index of dims 0 and 1 of tensors with three or more dims, else as `"unit"`;
+        - `"unit"`: one block per output of tensors with two or more dims, and one per entry of all others. The output
+          dim is 0 unless the model's modules say otherwise (transposed convolutions, Hugging Face's `Conv1D`);
+        - `"kernel"`: one block per index of dims 0 and 1 of tensors with three or more dims, otherwise like `"unit"`;
         - `"module"`: all tensors of a module together (needs names); `"all"`: a single block; `"element"`: d blocks;
         - a callable `(name, tensor)` that returns one of these names; a dim, or a tuple of dims, whose indices number
           the blocks; or integer labels that broadcast to the tensor's shape (equal labels form a block).
@@ -136,11 +136,11 @@ class Partition:
             return Partition(sizes, None, _names(names, len(sizes), "Partition.coarsen"))
         return Partition.from_labels(grouping.labels[self.labels], names=names)
 
-    # ---------------------------------------------------------------- what it is
+    # ---------------------------------------------------------------- properties
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the entries of each block stand side by side, block after block."""
+        """Whether the entries of each block are adjacent, and blocks are in order."""
         return self._labels is None
 
     @property
@@ -152,7 +152,7 @@ class Partition:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """One name per block: the parameter's, with the index of unit, kernel or entry; else its number."""
+        """One name per block: the parameter's with the index of unit, kernel or entry, or else the block's number."""
         return tuple(name for name, _ in self._block_names())
 
     def refines(self, coarse: Partition) -> bool:
@@ -226,7 +226,7 @@ class Partition:
         """Unbiased variance inside each block, 0 for a single entry: (..., d) → (..., L). Cost O(d)."""
 
         def var(blocks: Tensor) -> Tensor:
-            # Two plain passes: as exact as torch.var and, along the last dimension, fifteen times as fast.
+            # Two plain passes: as accurate as torch.var and, along the last dimension, fifteen times as fast.
             size = blocks.shape[-1]
             return (blocks - blocks.mean(-1, keepdim=True)).square().sum(-1) / max(size - 1, 1)
 
@@ -265,7 +265,7 @@ class Partition:
         return self._indices_on(device)[0]
 
     def _indices_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Labels, and the order that puts entries block after block, on a device."""
+        """Labels, and the order that sorts entries by block, on a device."""
         if device not in self._by_device:
             labels = self.labels
             self._by_device[device] = (labels.to(device), labels.argsort(stable=True).to(device))
@@ -275,7 +275,7 @@ class Partition:
         """Apply a reduction (..., blocks, entries) → (..., blocks) to every run of equal blocks."""
         require_last(x, self.num_entries, "x", "Partition.block_sum", "entry")
         if self._labels is not None:
-            # Sorting first keeps torch's pairwise summation, which index_add does not have.
+            # Sorting first keeps torch's pairwise summation, which index_add lacks.
             x = x.index_select(-1, self._indices_on(x.device)[1])
         parts = [
             reduce(x.narrow(-1, entry, count * size).unflatten(-1, (count, size)))
@@ -284,7 +284,7 @@ class Partition:
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def _block_names(self) -> Iterator[tuple[str, str]]:
-        """(name, parameter it comes from) of each block."""
+        """(name, parameter it comes from) for each block."""
         if self._named_after is None:
             return ((str(i), "") for i in range(self.num_blocks))
         tensors = [tensor for tensor in self._named_after if isinstance(tensor, TensorBlocks)]

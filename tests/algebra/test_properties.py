@@ -1,4 +1,4 @@
-"""Proposition 1 is a projection: what follows from it, over partitions of every kind (MATH.md, section 2)."""
+"""Proposition 1 is a projection: its consequences, over partitions of every kind (docs/theory.md)."""
 
 from __future__ import annotations
 

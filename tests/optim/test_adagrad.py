@@ -1,4 +1,4 @@
-"""AdaGradBMA and AdaGradFull against dense d×d twins, and what is promised of each variant."""
+"""AdaGradBMA and AdaGradFull against dense d×d twins, and the guarantees of each variant."""
 
 import copy
 
@@ -38,7 +38,7 @@ def test_trajectory_equals_the_dense_reference(variant, partition, coupling, eve
         coupling=coupling,
         refresh_every=every,
     )
-    # A diagonal has nothing to decompose: its root is always fresh.
+    # A diagonal has nothing to decompose: its root is always current.
     refresh = 1 if coupling == "none" else every
     dense = dense_twin(model, variant, partition, coupling, lr=0.05, refresh_every=refresh)
     inputs, targets = data(1, 32, 4, 5)
@@ -46,7 +46,7 @@ def test_trajectory_equals_the_dense_reference(variant, partition, coupling, eve
         batch = slice(8 * (i % 4), 8 * (i % 4) + 8)
         dense.step(gradient(model, inputs[batch], targets[batch]))
         optimizer.step()
-        # Two eigendecompositions of different size: rounding of some 1e-13 in a root, carried over twelve steps.
+        # Two eigendecompositions of different size: rounding of about 1e-13 in a root, carried over twelve steps.
         np.testing.assert_allclose(flat(model.parameters()), dense.theta, rtol=0, atol=1e-9)
 
 
@@ -174,7 +174,7 @@ def test_blocks_that_are_not_coupled_have_no_correction_in_the_paper_forms(varia
 def scaled_run(variant, scale):
     torch.manual_seed(0)
     model = small_net()
-    # ε is part of the scale of z: without it the statement is exact. No entry here is without a gradient.
+    # ε adds to the scale of z; without it the statement is exact. Every entry here has a gradient.
     optimizer = AdaGradBMA(model.parameters(), lr=0.05, variant=variant, partition="unit", eps=0.0)
     inputs, targets = data(8, 16, 4, 5)
     for _ in range(10):
@@ -194,7 +194,7 @@ def test_paper_variant_depends_on_the_scale_of_the_loss():
 
 
 def probed(model, optimizer):
-    """The matrix that gradients are multiplied with: one copied step per unit vector, too small to be remembered."""
+    """The preconditioner, column by column: one step of a copy per unit vector, too small to affect the state."""
     size, columns = 1e-9, []
     for k in range(sum(p.numel() for p in model.parameters())):
         net, copied = copy.deepcopy((model, optimizer))
@@ -220,8 +220,8 @@ def test_preconditioner_is_symmetric_positive_definite_and_bounded(variant, coup
     optimizer = AdaGradBMA(
         model.named_parameters(),
         lr=1.0,
-        lr_decay=1e9,  # only the statistics are of interest
-        eps=1e-4,  # so that no entry has an inverse too large to be probed
+        lr_decay=1e9,  # only the statistics matter
+        eps=1e-4,  # keeps every inverse small enough to probe
         variant=variant,
         partition="unit",
         coupling=coupling,
@@ -233,7 +233,7 @@ def test_preconditioner_is_symmetric_positive_definite_and_bounded(variant, coup
         optimizer.step()
     optimizer.param_groups[0]["lr_decay"] = 0.0
     P = probed(model, optimizer)
-    tolerance = 1e-6 * np.abs(P).max()  # 1e-9 times the gradients of a step, and their squares, are rounded away
+    tolerance = 1e-6 * np.abs(P).max()  # 1e-9 times the gradients, and their squares, are lost to rounding
     np.testing.assert_allclose(P, P.T, rtol=0, atol=tolerance)
     z = np.sqrt(flat([optimizer.state[p]["sum"] for p in model.parameters()]) + 1e-4)
     values = np.linalg.eigvalsh(np.sqrt(z)[:, None] * ((P + P.T) / 2) * np.sqrt(z))  # of F^-½
@@ -256,7 +256,7 @@ def test_first_step_is_a_descent_direction(variant, seed):
 
 
 def test_paper_variant_can_leave_the_descent_direction():
-    """Large one-signed gradients in two blocks: the raw block sums overshoot the scaled gradient."""
+    """Large gradients of one sign in two blocks: the raw block sums overshoot the scaled gradient."""
     params = [torch.zeros(50, requires_grad=True) for _ in range(2)]
     for p in params:
         p.grad = torch.full((50,), 1e4)

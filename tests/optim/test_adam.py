@@ -67,7 +67,7 @@ def test_without_correction_it_is_torchs_adamw(dtype):
 
 
 def test_refreshing_less_often_keeps_the_root_and_nothing_else():
-    """With a gradient that never changes A is constant from the first step on, so an old root is as good."""
+    """With a constant gradient, A is constant from the first step on, so an old root is just as good."""
     trajectories = []
     for every in (1, 7):
         param = torch.zeros(6, 5, dtype=torch.float64, requires_grad=True)
@@ -80,7 +80,7 @@ def test_refreshing_less_often_keeps_the_root_and_nothing_else():
 
 
 def test_blocks_that_sit_out_are_corrected_for_their_own_steps_and_stay_semidefinite():
-    """What a parameter that gets a gradient every third step knows of itself is what it would know alone."""
+    """A parameter that gets a gradient every third step has the same statistics as if it were alone."""
     a, b, alone = (torch.zeros(4, 5, dtype=torch.float64, requires_grad=True) for _ in range(3))
     optimizer, single = (AdamBMA(p, lr=0.01, betas=(0.9, 0.9), coupling="all") for p in ([a, b], [alone]))
     rng = torch.Generator().manual_seed(1)
@@ -98,20 +98,20 @@ def test_blocks_that_sit_out_are_corrected_for_their_own_steps_and_stay_semidefi
 
 
 def test_a_parameter_that_joins_a_shared_block_late_does_not_hide_what_it_shares():
-    """Both averages of a block come from the same steps, so that a young member weighs what it has gathered."""
+    """Both averages of a block come from the same steps, so a young member counts with what it has accumulated."""
     old, young = (torch.zeros(50, dtype=torch.float64, requires_grad=True) for _ in range(2))
     optimizer = AdamBMA([old, young], partition="all")
     for i in range(320):
         old.grad = torch.ones_like(old)
         young.grad = torch.ones_like(young) if i >= 300 else None
         optimizer.step()
-    late, early = 1 - 0.999**20, (1 - 0.999**300) * 0.999**20  # what the last 20 steps and those before weigh
+    late, early = 1 - 0.999**20, (1 - 0.999**300) * 0.999**20  # weights of the last 20 steps and of those before
     expected = (50**2 * early + 100**2 * late) / (50 * (early + late) + 50 * late)
     assert float(optimizer.block_statistics()[0].A) == pytest.approx(expected, rel=1e-9)
 
 
 def test_one_signed_gradients_are_damped_and_centred_ones_are_not():
-    """A_ii is 5 for a row of five equal gradients: the step along it is 1/√5 of Adam's; it is 0 where they cancel."""
+    """A_ii is 5 for a row of five equal gradients: the step along it is 1/√5 of Adam's. It is 0 if they cancel."""
     param = torch.zeros(2, 5, dtype=torch.float64, requires_grad=True)
     param.grad = torch.tensor([[1.0] * 5, [1.0, -1.0, 1.0, -1.0, 0.0]], dtype=torch.float64)
     AdamBMA([param], lr=1.0, eps=0.0).step()

@@ -1,4 +1,4 @@
-"""Copies and checkpoints of every optimizer: however it is saved, training goes on bit by bit as if never stopped."""
+"""Copies and checkpoints of every optimizer: however it is saved, training resumes bit by bit."""
 
 import copy
 import io
@@ -43,7 +43,7 @@ def test_copies_go_on_alike_and_on_their_own(case, way):
     assert_same(snapshot(copied[1]), snapshot(original[1]))
     before = snapshot(original[1])
     train(*copied, range(4, 6))
-    assert_same(snapshot(original[1]), before)  # the copy shares nothing with it
+    assert_same(snapshot(original[1]), before)  # the copy shares nothing with the original
     train(*original, range(4, 6))
     assert_same(snapshot(copied[1]), snapshot(original[1]))
     assert_same(snapshot(copied[1]), uninterrupted(case, 6))
@@ -69,7 +69,7 @@ def test_copies_keep_public_attributes_and_take_further_groups(case):
 @every_optimizer
 @pytest.mark.parametrize(("stop", "through_a_file"), [(1, True), (2, False), (4, True)])
 def test_a_fresh_optimizer_goes_on_bit_by_bit(case, stop, through_a_file):
-    """Cases with refresh_every > 1 stop with a root that is some steps old: it has to come along."""
+    """Cases with refresh_every > 1 stop with a root that is several steps old: the checkpoint must include it."""
     model, optimizer = pair(case)
     train(model, optimizer, stop)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -164,7 +164,7 @@ def test_dicts_of_other_ages_are_accepted(case):
     assert_same(snapshot(resumed), snapshot(optimizer))
     train(fresh, resumed, range(4, 6))
     assert_same(snapshot(resumed), uninterrupted(case, 6))
-    resumed.load_state_dict(optimizer.state_dict())  # and newer ones after them
+    resumed.load_state_dict(optimizer.state_dict())  # then a newer dict
 
 
 @every_class
@@ -221,7 +221,7 @@ def test_state_that_is_dropped_for_one_parameter_leaves_symmetric_statistics(cas
     if case.option("coupling") == "all" and case.decomposes and not case.shares_blocks:
         params = [param for param in model.parameters() if "U" in optimizer.state[param]]  # "unit" leaves biases out
         U = torch.cat([optimizer.state[param]["U"] for param in params])
-        torch.testing.assert_close(U, U.T, rtol=1e-14, atol=0)  # averages are rounded in another order
+        torch.testing.assert_close(U, U.T, rtol=1e-14, atol=0)  # averages round in a different order
         assert torch.linalg.eigvalsh(U).min() > -1e-12 * U.diagonal().max()
 
 
@@ -273,7 +273,7 @@ def test_training_can_be_taken_over_from_torch(ours, theirs, options):
 
 
 def interleaved(*ones):
-    """A partition of the 8 weights of the convolution in two: the given entries, and the rest."""
+    """Split the 8 weights of the convolution in two: the given entries, and the rest."""
     return lambda name, tensor: (
         torch.tensor([int(k in ones) for k in range(8)]).view(tensor.shape) if name == "conv.weight" else "tensor"
     )
@@ -288,7 +288,7 @@ def test_another_partition_is_refused_before_anything_has_changed(case):
     for partition in [name for name in names if name != case.option("partition")]:
         other = case.of(Net(), partition=partition, coupling="none")
         if other.param_groups[0]["blocks"] == optimizer.param_groups[0]["blocks"]:
-            assert {partition, case.option("partition")} == {"unit", "kernel"}  # one input channel: the same
+            assert {partition, case.option("partition")} == {"unit", "kernel"}  # equal with one input channel
             continue
         message = r"another partition of parameter group 0: it has \d+ blocks of 38 entries.* Construct AdaGradBMA"
         with pytest.raises(ValueError, match=message.replace("AdaGradBMA", case.owner)):
@@ -297,7 +297,7 @@ def test_another_partition_is_refused_before_anything_has_changed(case):
 
 
 def test_partitions_of_equal_sizes_and_different_entries_are_told_apart():
-    """Every way to put 2 of 8 entries into a block of their own has another fingerprint."""
+    """Every way to put 2 of 8 entries into a separate block has a different fingerprint."""
     prints = {
         AdaGradBMA(Net().named_parameters(), partition=interleaved(i, j)).param_groups[0]["blocks"]
         for i in range(8)
@@ -314,7 +314,7 @@ def test_the_coupling_is_taken_from_the_checkpoint_as_all_options_are(before, af
     train(model, optimizer, 3)
     fresh = model_with(model.state_dict())
     resumed = case.of(fresh, coupling=after)
-    train(fresh, resumed, range(1))  # it has state in another form already
+    train(fresh, resumed, range(1))  # it already has state in another form
     fresh.load_state_dict(model.state_dict())
     resumed.load_state_dict(optimizer.state_dict())
     train(model, optimizer, range(3, 6))
@@ -343,7 +343,7 @@ def test_a_coupling_changed_by_hand_needs_fresh_statistics():
         ("none", "were coupled with others .* Delete 'U' from the states"),
         ("some", "must be one of 'all', 'module'"),
     ]:
-        for _ in range(2):  # the second try fails as well
+        for _ in range(2):  # the second attempt fails too
             optimizer.param_groups[0]["coupling"] = wrong
             with pytest.raises(ValueError, match=message):
                 train(model, optimizer, 1)

@@ -1,6 +1,6 @@
-"""What torch.optim promises, kept by every optimizer: parameters, groups, options, learning rates, directions.
+"""The contract of torch.optim, for every optimizer: parameters, groups, options, learning rates, directions.
 
-Two runs that must be the same are compared bit by bit.
+Runs that must agree are compared bit by bit.
 """
 
 import inspect
@@ -212,7 +212,7 @@ def test_parameters_appended_to_a_group_by_hand_are_refused(case):
 
 @every_class
 def test_tensors_put_in_the_place_of_parameters_are_optimized(case):
-    """Wrappers that shard or convert a model do this before training."""
+    """Wrappers that shard or convert a model replace parameters like this before training."""
     model, reference = Net(), Net()
     optimizer = case(Net(seed=5).parameters())
     optimizer.param_groups[0]["params"] = list(model.parameters())

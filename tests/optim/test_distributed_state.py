@@ -28,7 +28,7 @@ def test_distributed_state_dicts_go_on_bit_by_bit(case, flatten, loaded_before):
     if loaded_before:
         resumed.load_state_dict(resumed.state_dict())
     set_optimizer_state_dict(fresh, resumed, saved, options=options)
-    # Without state it was initialised by a step with zero gradients: that must not have moved anything.
+    # torch initialises missing state with a step on zero gradients, which must not move anything.
     assert_same(snapshot(resumed), snapshot(optimizer))
     train(fresh, resumed, range(4, 6))
     assert_same(snapshot(resumed), uninterrupted(case, 6))
@@ -78,7 +78,7 @@ def test_a_distributed_checkpoint_on_disk_goes_on_bit_by_bit(case, tmp_path):
 
 
 class WithEmpty(nn.Module):
-    """A layer, and a parameter without entries, as a pruned or not yet grown layer has."""
+    """A layer, and an empty parameter, as in a pruned or not yet grown layer."""
 
     def __init__(self):
         super().__init__()

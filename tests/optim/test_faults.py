@@ -1,4 +1,4 @@
-"""What goes wrong in training, in every optimizer: bad gradients, roots that cannot be had, zeros, extremes."""
+"""What can go wrong in training, for every optimizer: bad gradients, failing eigendecompositions, zeros, extremes."""
 
 import warnings
 
@@ -54,7 +54,7 @@ def test_bad_gradients_raise_before_anything_has_changed(case, trained, bad):
         optimizer.step()
     assert_same(snapshot(optimizer), before)
     assert bool(optimizer.state) == bool(trained)
-    # Good gradients afterwards, and it goes on as if nothing had been.
+    # With good gradients afterwards, it continues as if nothing had happened.
     train(model, optimizer, range(trained, trained + 2))
     train(twin, plain, trained + 2)
     assert_same(snapshot(optimizer), snapshot(plain))
@@ -76,7 +76,7 @@ def test_bad_gradients_can_be_skipped_and_are_counted(case):
     for t in range(6):
         optimizer.zero_grad()
         loss_of(model, t).backward()
-        if t in (0, 3):  # the very first step among them
+        if t in (0, 3):  # including the very first step
             model.conv.weight.grad[0, 0, 0, 0] = NAN
             before = snapshot(optimizer)
             skipped = optimizer.skipped_steps
@@ -125,7 +125,7 @@ def test_a_parameter_that_spoils_its_gradient_by_weight_decay_is_named(case):
     except ValueError as error:
         assert str(error).startswith("The parameter 'head.bias' has 1 NaN and 0 infinite of 3 entries. Nothing was")
         assert_same(snapshot(optimizer), before)
-    else:  # decoupled: the others are not harmed
+    else:  # decoupled: the others are unaffected
         assert all(param.isfinite().all() for name, param in model.named_parameters() if name != "head.bias")
 
 
@@ -142,11 +142,11 @@ def test_gradients_whose_squares_overflow_are_noticed(case):
     assert not optimizer.state
 
 
-# -------------------------------------------------------------------- roots that cannot be had
+# -------------------------------------------------------------------- eigendecompositions that fail
 
 
 def failing_eigh(monkeypatch, failures):
-    """Let so many of the next eigendecompositions fail; returns what is left and how often it was asked."""
+    """Make the next eigendecompositions fail; return how many failures are left and the number of calls."""
     real, count = torch.linalg.eigh, {"left": failures, "calls": 0}
 
     def eigh(A, *args, **kwargs):
@@ -197,7 +197,7 @@ def test_an_eigendecomposition_that_fails_twice_leaves_the_diagonal_step_and_say
 
 
 def test_an_eigendecomposition_of_statistics_that_overflowed_falls_back_and_recovers():
-    """Really provoked: an infinite row in U. The step is diagonal, nothing else is lost."""
+    """A real failure: an infinite row in U. The step is diagonal, and nothing else is lost."""
     model = Net()
     optimizer = AdaGradBMA(model.parameters(), variant="consistent")
     train(model, optimizer, 1)
@@ -226,7 +226,7 @@ def zero_gradients(model):
 def test_zero_gradients_change_nothing_and_poison_nothing(case, when, eps):
     if eps is not None and case.option("eps") is None:
         pytest.skip("no ε")
-    # Weight decay would be a gradient; the rate and the age of a root depend on the number of steps.
+    # Weight decay would act as a gradient; the rate and the age of a root depend on the number of steps.
     neutral = {"weight_decay": 0.0, "lr_decay": 0.0, "refresh_every": 1}
     changes = {key: value for key, value in neutral.items() if case.option(key) is not None}
     changes |= {} if eps is None else {"eps": eps}
@@ -235,7 +235,7 @@ def test_zero_gradients_change_nothing_and_poison_nothing(case, when, eps):
     before = snapshot(optimizer)["params"]
     zero_gradients(model)
     optimizer.step()
-    if when == 0 or not case.averages:  # momentum goes on
+    if when == 0 or not case.averages:  # else momentum continues
         assert_same(snapshot(optimizer)["params"], before)
     train(model, optimizer, range(when, 5))
     assert all(param.isfinite().all() for param in model.parameters())
@@ -266,7 +266,7 @@ def test_some_zero_gradients_leave_their_parameters(case):
 @pytest.mark.parametrize("coupling", ["all", "none"])
 @pytest.mark.parametrize("partition", ["tensor", "unit", "all"])
 def test_weighted_does_not_move_what_never_had_a_gradient(partition, coupling):
-    """Columns of zeros, as border pixels have: far from √ε the unweighted forms would throw them."""
+    """Columns of zeros, as for border pixels. There z = √ε, and the unweighted forms would move these entries far."""
     model = nn.Linear(6, 4)
     start = model.weight.detach().clone()
     optimizer = AdaGradBMA(model.parameters(), lr=0.1, variant="weighted", partition=partition, coupling=coupling)
@@ -313,7 +313,7 @@ def test_the_first_step_of_two_numbers_is_within_its_bound(variant, signs):
     if variant != "paper":
         assert (delta.abs() <= bound).all()
         assert (delta @ g) < 0
-    # In steps of AdaGrad, whose first is lr: what MATH.md names for weighted, and what the floor of 0.1 leaves.
+    # In units of AdaGrad's first step, lr: the bound for weighted, and those that a floor of 0.1 leaves.
     limit = {"weighted": 10.0, "consistent": 100.0, "paper": 200.0}[variant]
     assert delta.abs().max() <= limit
     assert delta[1].abs() <= 10**0.5
@@ -322,7 +322,7 @@ def test_the_first_step_of_two_numbers_is_within_its_bound(variant, signs):
 @every_optimizer
 @pytest.mark.parametrize("scale", [1e-30, 1e-25, 1e-12, 1e12, 1e18])
 def test_tiny_and_huge_gradients(case, scale):
-    """Steps stay within a bound that does not depend on the scale; as printed, Algorithm 1 has none for huge ones."""
+    """Steps stay within a bound independent of the scale; Algorithm 1 as printed has none for huge gradients."""
     model, optimizer = pair(case, weight_decay=0.0)
     for t in range(4):
         set_gradients(model.parameters(), t, scale)
@@ -330,7 +330,7 @@ def test_tiny_and_huge_gradients(case, scale):
         optimizer.step()
         for param, was in zip(model.parameters(), before, strict=True):
             assert param.isfinite().all()
-            # A natural gradient is a step per unit of information: the less there is, the longer.
+            # A natural gradient is a step per unit of information: the less information, the longer the step.
             natural = case.option("damping") is not None and scale < 1
             if not natural and (case.option("variant") != "paper" or scale < 1 or not case.decomposes):
                 assert (param - was).abs().max() <= 50 * 0.05
@@ -343,7 +343,7 @@ def test_tiny_and_huge_gradients(case, scale):
 @every_optimizer
 @pytest.mark.parametrize("tiny", [1e-158, 1e-162, 1e-320])
 def test_gradients_at_the_edge_of_float64_with_sums_of_zero(case, tiny):
-    """n_i n_j underflows there though n_i does not: 0 · ∞ must not arise."""
+    """n_i n_j underflows although n_i does not: 0 · ∞ must not arise."""
     param = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
     optimizer = case([("layer.weight", param)], weight_decay=0.0)
     for sign in (1, -1, 1):

@@ -1,4 +1,4 @@
-"""Closures and hooks of every optimizer, and what others keep in its state."""
+"""Closures and hooks of every optimizer, and foreign entries in its state."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_load_hooks_of_the_user_come_first_and_last(case):
     loaded.load_state_dict(saved)
     assert loaded.param_groups[0]["lr"] == 0.5
     assert optimizer.param_groups[0]["lr"] == 0.05
-    assert_same(seen[0], saved["state"])  # in the dtypes they will have in training, not cast to the parameter's
+    assert_same(seen[0], saved["state"])  # in the dtypes of training, not cast to the parameter's
     assert torch.equal(loaded.state[fresh.scale]["mine"], torch.ones(3))
     train(fresh, loaded, 1)
 

@@ -1,4 +1,4 @@
-"""What an optimizer says of itself: `block_statistics` and `diagnose`."""
+"""What an optimizer reports about itself: `block_statistics` and `diagnose`."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_every_optimizer_tells_its_blocks_and_their_matrix(make, coupling):
     found = optimizer.block_statistics()
     expected = ["0", "2", "5"] if coupling == "module" else [coupling]
     assert [statistics.coupling for statistics in found] == expected
-    # Biases have no blocks of their own where "unit" is the partition; a natural gradient needs all entries.
+    # Under "unit", biases have no blocks of their own; a natural gradient needs all entries.
     plain = isinstance(optimizer, AdamBMA) or optimizer.defaults.get("variant") == "weighted"
     entries = sum(p.numel() for p in model.parameters() if p.ndim > 1 or not plain)
     assert sum(int(s.sizes.sum()) for s in found) == entries
@@ -76,7 +76,7 @@ def test_the_matrix_of_adam_is_the_normalised_average():
 
 
 def test_share_of_the_correction_is_what_was_taken_from_the_common_direction():
-    """A row of four equal gradients has A_ii = 4, so half of its step along the common direction is taken away."""
+    """A row of four equal gradients has A_ii = 4, so the correction halves its step along the common direction."""
     param = torch.zeros(1, 4, requires_grad=True)
     optimizer = AdamBMA([param], eps=0.0)
     param.grad = torch.ones(1, 4)

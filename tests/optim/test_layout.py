@@ -17,7 +17,7 @@ from support.optimizers import Net, assert_same, every_class, params_of, set_gra
 
 
 class Conv1D(nn.Module):
-    """A layer that stores its weight (in, out), as Hugging Face's layer of this name does."""
+    """A layer that stores its weight as (in, out), like Hugging Face's layer of this name."""
 
     def __init__(self, nf, nx):
         super().__init__()
@@ -41,7 +41,7 @@ def test_outputs_of_grouped_transposed_convolutions_belong_to_their_group():
     layer = nn.ConvTranspose1d(4, 6, 3, groups=2, bias=False)  # weight (4, 3, 3): inputs 0 and 1 make outputs 0, 1, 2
     labels = Partition.of(layer, by="unit").labels.view(4, 3, 3)
     assert labels[:, :, 0].tolist() == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
-    # The gradient of one output reaches just the weights of its block.
+    # The gradient of one output reaches only the weights of its block.
     layer(torch.randn(1, 4, 5))[0, 4].sum().backward()
     assert torch.equal(layer.weight.grad != 0, labels == 4)
 
@@ -60,7 +60,7 @@ def test_an_optimizer_of_a_model_steps_alike_however_the_weight_is_stored(make):
             optimizer.zero_grad()
             model(inputs).square().mean().backward()
             optimizer.step()
-    torch.testing.assert_close(other.weight.T, usual.weight, rtol=0, atol=1e-5)  # float32, summed in another order
+    torch.testing.assert_close(other.weight.T, usual.weight, rtol=0, atol=1e-5)  # float32, summed in a different order
     by_dim = copy.deepcopy(other)
     assert AdamBMA(by_dim.named_parameters(), partition=lambda name, p: 1 if p.ndim == 2 else "unit").param_groups
     assert optimizers[1].param_groups[0]["param_names"] == ["weight", "bias"]
@@ -89,7 +89,7 @@ def test_dims_may_be_counted_from_the_end():
 
 @pytest.mark.parametrize("coupling", ["all", "module", "none"])
 def test_norm_gains_and_biases_take_the_plain_step(coupling):
-    """AdamW's up to rounding, although their gradients are as coherent as can be; weights are corrected."""
+    """Equal to AdamW up to rounding, although their gradients are fully coherent; weights are corrected."""
     torch.manual_seed(0)
     ours = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4))
     theirs = copy.deepcopy(ours)
@@ -284,7 +284,7 @@ def test_arguments_of_adamw_go_where_adamw_has_them():
 
 
 class Wrapper:
-    """As accelerate and Trainer wrap optimizers."""
+    """Wraps an optimizer as accelerate and Trainer do."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer

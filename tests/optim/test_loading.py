@@ -19,7 +19,7 @@ from support.optimizers import Net, assert_same, params_of, snapshot, train
 
 
 class Three(nn.Module):
-    """Three layers of one shape, in the order of their names that is asked for."""
+    """Three layers of the same shape, in the given order of names."""
 
     def __init__(self, order, width=4):
         super().__init__()
@@ -28,7 +28,7 @@ class Three(nn.Module):
 
 
 def correlated_gradients(model, t):
-    """Gradients that depend on the name alone, correlated between the layers."""
+    """Gradients that depend only on the name, correlated between layers."""
     common = torch.randn((), generator=torch.Generator().manual_seed(t), dtype=torch.float64)
     for name, param in model.named_parameters():
         rng = torch.Generator().manual_seed(1000 * t + ord(name[0]))
@@ -67,12 +67,12 @@ def test_states_loaded_by_name_into_another_order_go_on_alike(cls, options, orde
             correlated_gradients(m, t)
             o.step()
     for name, param in model.named_parameters():
-        # An eigendecomposition of rows in another order rounds differently.
+        # An eigendecomposition with rows in a different order rounds differently.
         torch.testing.assert_close(dict(other.named_parameters())[name], param, rtol=0, atol=1e-9)
 
 
 def test_the_order_plays_no_part_for_layers_of_other_shapes_either():
-    """Where blocks are not coupled, states of different shapes load by name as they do with AdamW."""
+    """If blocks are not coupled, states of different shapes load by name, as with AdamW."""
 
     class Mixed(nn.Module):
         def __init__(self, order):
@@ -120,7 +120,7 @@ def test_equal_shapes_that_are_cut_differently_are_refused():
 
 
 def test_blocks_that_were_coupled_with_others_are_refused():
-    """Modules of other names: the sizes of the matrices agree, their blocks do not."""
+    """Modules with other names: the sizes of the matrices agree, but their blocks do not."""
     first = [(name, nn.Parameter(torch.zeros(3, 2))) for name in ("x.a", "x.b", "y.a", "y.b")]
     second = [(name, nn.Parameter(torch.zeros(3, 2))) for name in ("x.a", "y.a", "x.b", "y.b")]
     optimizer, other = (AdaGradBMA(named, partition="unit", coupling="module") for named in (first, second))
@@ -133,7 +133,7 @@ def test_blocks_that_were_coupled_with_others_are_refused():
     assert_same(snapshot(other), before)
 
 
-# -------------------------------------------------------------------- statistics that begin later than the moments
+# -------------------------------------------------------------------- statistics that start later than the moments
 
 
 def test_statistics_that_begin_late_are_measured_by_what_they_have_seen():
@@ -151,7 +151,7 @@ def test_statistics_that_begin_late_are_measured_by_what_they_have_seen():
     assert ((long > 70) & (long < 80)).all()
     del optimizer.state[param]["U"]
     after = step()
-    assert ((after > 60) & (after < 90)).all()  # one gradient of uniform numbers: 75 up to their noise
+    assert ((after > 60) & (after < 90)).all()  # one gradient of uniform numbers: 75 up to noise
 
 
 @pytest.mark.parametrize("start", ["AdamW", "correction=False"])
@@ -236,7 +236,7 @@ def test_loaded_moments_get_the_dtype_of_the_arithmetic(ours, theirs, dtype, to)
 
 
 def test_a_checkpoint_from_before_is_refused_in_words_and_its_moments_can_be_kept():
-    """The rows of U as they were kept then: without the place of a parameter among the blocks."""
+    """The rows of U in the old format: without the position of a parameter among the blocks."""
     model = Net()
     optimizer = AdamBMA(model.parameters())
     train(model, optimizer, 3)
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_adamw_that_ran_on_fused_steps_is_taken_over():
     before = torch.optim.AdamW(model.parameters(), fused=True)
     train(model, before, 2)
     optimizer = AdamBMA(model.parameters())
-    optimizer.load_state_dict(before.state_dict())  # says fused=True of the group
+    optimizer.load_state_dict(before.state_dict())  # its group has fused=True
     start = params_of(model)
     train(model, optimizer, 1)
     assert not any(torch.equal(a, b) for a, b in zip(start, params_of(model), strict=True))

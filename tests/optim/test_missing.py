@@ -34,8 +34,8 @@ def test_a_step_without_gradients_changes_nothing(case):
 def test_parameters_without_gradient_stay_and_keep_their_state(case):
     model, optimizer = pair(case)
     params = list(model.parameters())
-    # The root is a cache of all blocks together. A block that several parameters share has statistics of its own, and
-    # what absent and present blocks have in common fades in averages.
+    # The root caches all blocks together. A block shared by several parameters has statistics of its own, and averages
+    # let the entries between absent and present blocks fade.
     common = case.shares_blocks or (case.averages and case.option("coupling") != "none")
     shared = ("U", "energy", "weight", "variance", "total", "total_variance", "count")
     ignored = ("root", "root_of", *shared) if common else ("root", "root_of")
@@ -63,9 +63,9 @@ def test_parameters_without_gradient_stay_and_keep_their_state(case):
 @every_optimizer
 @pytest.mark.parametrize("first", [True, False])
 def test_an_old_root_is_made_anew_when_other_blocks_take_part(case, first):
-    """Two steps with all blocks in one of them: then the root of either step is fresh, whatever refresh_every says."""
+    """Two steps, only one with all blocks: both compute a fresh root, whatever refresh_every says."""
     if case.option("refresh_every") is None or case.option("coupling") == "module":
-        pytest.skip("roots are always fresh, or another module's blocks are none of its business")
+        pytest.skip("roots are always current, or other modules' blocks do not matter")
     runs = []
     for every in (1, 100):
         model, optimizer = pair(case, refresh_every=every)

@@ -1,4 +1,4 @@
-"""NaturalGradientBMA against a dense d×d twin, its invariances beside Newton's, and whether it trains."""
+"""NaturalGradientBMA against a dense d×d twin, its invariances compared with Newton's, and whether it trains."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def random_gradients(count, d, seed):
 
 
 def natural_step(gradients, **options):
-    """Gather statistics from all gradients without moving, then return the direction of the step for the last one."""
+    """Accumulate statistics from all gradients without moving, then return the step's direction for the last one."""
     param = torch.zeros(gradients.shape[1], dtype=torch.float64, requires_grad=True)
     optimizer = NaturalGradientBMA([param], lr=0.0, damping=0.0, momentum=0.0, **options)
     for g in gradients[:-1]:
@@ -138,7 +138,7 @@ def test_momentum_carries_steps_on():
 
 @pytest.mark.parametrize("partition", ["all", "element"])
 def test_the_step_is_bounded_in_the_metric_of_the_model(partition):
-    """Δθᵀ(F + δτI)Δθ ≤ 2d τ η² / (1 − β), also for a gradient unlike all before it."""
+    """Δθᵀ(F + δτI)Δθ ≤ 2d τ η² / (1 − β), even for a gradient unlike all before it."""
     rng = torch.Generator().manual_seed(0)
     d, lr, damping, beta = 20, 0.3, 0.01, 0.9
     labels = np.zeros(d, int) if partition == "all" else np.arange(d)
@@ -205,7 +205,7 @@ def test_the_prediction_is_half_the_slope_along_the_step():
 
 @pytest.mark.parametrize(("power", "bound"), [(1, 1e-3), (0, 1e6)])
 def test_adapted_damping_stays_within_bounds(power, bound):
-    """A linear loss always falls as predicted; one that does not fall, though it has gradients, never does."""
+    """A linear loss always falls as predicted; a loss that does not fall despite its gradients never does."""
     param = torch.ones(2, dtype=torch.float64, requires_grad=True)
     optimizer = NaturalGradientBMA([param], lr=1e-3, adapt_damping=True)
 
@@ -304,7 +304,7 @@ def warm_up(optimizer):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_it_goes_downhill_and_with_maximize_uphill(maximize, weight_decay, schedule):
-    """Weight decay is shorter than the step, so it does not turn it round."""
+    """Weight decay is shorter than the step, so it does not reverse it."""
     for seed in range(5):
         rng = torch.Generator().manual_seed(seed)
         weight, bias, x = (torch.randn(shape, generator=rng) for shape in ((10, 5), (10,), (5,)))

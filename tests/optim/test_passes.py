@@ -31,7 +31,7 @@ every_form = pytest.mark.parametrize("form", OPTIONS)
 
 
 def run(form, dtype=torch.float64, steps=6, missing=False, **changes):
-    """Parameters after some steps; one of them joins late, so that tensors differ in their number of steps."""
+    """Parameters after some steps; one joins late, so that tensors differ in their number of steps."""
     cls, options = OPTIONS[form]
     rng = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype)) for shape in SHAPES]
@@ -60,7 +60,7 @@ def test_lists_and_single_tensors_give_the_same_steps(form, missing):
 @every_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_they_do_in_every_dtype(form, dtype):
-    """Up to rounding of the arithmetic, or one rounding of the parameter where it moves to the next number."""
+    """Equal up to rounding of the arithmetic, or up to one unit in the last place of the parameter."""
     single, lists = (run(form, dtype, foreach=foreach)[0] for foreach in (False, True))
     for a, b in zip(single, lists, strict=True):
         assert b.dtype == dtype
@@ -117,7 +117,7 @@ def test_the_choice_is_torchs_on_accelerators_and_measured_on_a_cpu(monkeypatch)
         return passes.choose(tensors, foreach)
 
     assert chosen(True) is passes.FOREACH and chosen(False) is passes.REFERENCE
-    assert chosen(True, grad=False) is passes.REFERENCE  # tensors that only count in a shared block
+    assert chosen(True, grad=False) is passes.REFERENCE  # tensors that only contribute to a shared block
     assert chosen(None, device="meta") is passes.REFERENCE
     monkeypatch.setattr(passes, "_get_foreach_kernels_supported_devices", lambda: ["meta"])
     assert chosen(None, device="meta") is passes.FOREACH
@@ -139,7 +139,7 @@ class Operations(TorchDispatchMode):
 
 
 def operations(make, depth=17):
-    """Tensor operations per parameter in a step of a net with so many convolutions, two parameters each."""
+    """Tensor operations per parameter in a step of a net with this many convolutions, two parameters each."""
     net = nn.Sequential(*(nn.Conv2d(8, 8, 3) for _ in range(depth)))
     optimizer = make(net.named_parameters())
     set_gradients(net.parameters(), 0)
@@ -167,18 +167,18 @@ def test_lists_take_few_operations():
     ],
 )
 def test_a_step_holds_no_copies_of_all_gradients(make, dtype):
-    """What is made on the way is that of a few pieces, however many parameters there are and however large."""
+    """Temporaries take the memory of a few pieces, however many parameters there are and however large."""
     params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in [(2000, 1000), (1000, 1000)]]
     optimizer = make(params)
     for param in params:
         param.grad = torch.ones_like(param)
-    optimizer.step()  # state is made here
+    optimizer.step()  # creates the state
     peak = peak_of(optimizer.step)
-    assert peak < 8 * 4 * layout.PIECE  # eight pieces in float32, however many pieces of parameters there are
+    assert peak < 8 * 4 * layout.PIECE  # eight pieces in float32, however many there are
 
 
 def peak_of(call):
-    """Bytes that are allocated at once during a call beyond what was there, by torch's own allocator."""
+    """Peak bytes that torch's allocator holds during a call, beyond what it held before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     now = peak = 0

@@ -1,4 +1,4 @@
-"""Parameters that a wrapper of torch.distributed has flattened or sharded: refused in words, never stepped wrongly."""
+"""Parameters that torch.distributed has flattened or sharded: refused with an error, never updated wrongly."""
 
 import os
 import socket

@@ -42,7 +42,7 @@ def run(case, params, steps=4, **changes):
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_parameters_are_rounded_once_per_step(case, dtype):
-    """One step from the same values and gradients is the float32 step, rounded; state is that of float32."""
+    """One step from the same values and gradients is the rounded float32 step; the state is float32."""
     half = random_params(dtype)
     single = [nn.Parameter(param.detach().float()) for param in half]
     optimizers = [case(named(params)) for params in (half, single)]
@@ -112,7 +112,7 @@ def test_strides_play_no_part(case):
         for optimizer in optimizers:
             optimizer.step()
     for a, b in zip(base, strided, strict=True):
-        # Sums of entries in another order; floor^-½ = 1e4 for the full matrix.
+        # Entries are summed in a different order; floor^-½ = 1e4 for the full matrix.
         torch.testing.assert_close(b.detach(), a.detach(), rtol=0, atol=1e-10)
 
 
@@ -174,13 +174,13 @@ def test_gradients_may_be_part_of_a_graph(case):
     assert model.head.weight.grad.requires_grad
     optimizer.step()
     assert not any(value.requires_grad for state in optimizer.state.values() for value in state.values())
-    optimizer.zero_grad()  # else the graph holds itself alive
+    optimizer.zero_grad()  # otherwise the graph keeps itself alive
     twin, plain = pair(case)
     train(twin, plain, 1)
     assert_same(snapshot(optimizer), snapshot(plain))
 
 
-# -------------------------------------------------------------------- what cannot be
+# -------------------------------------------------------------------- what is refused
 
 
 @every_class
@@ -206,7 +206,7 @@ def test_a_group_on_several_devices_is_refused_before_anything_has_changed(case)
     with pytest.raises(RuntimeError, match=f"^{case.owner} couples .* one device. Got cpu and meta. .*separate"):
         optimizer.step()
     assert torch.equal(first, torch.ones(2)) and not optimizer.state
-    there.grad = None  # it takes no part then
+    there.grad = None  # it then takes no part
     optimizer.step()
     assert not torch.equal(first, torch.ones(2)) and not torch.equal(here, torch.ones(2))
 

@@ -1,1 +1,1 @@
-"""What the tests share: every optimizer as a case, dense twins, small problems and data."""
+"""Shared test helpers: every optimizer as a case, dense twins, small problems and data."""

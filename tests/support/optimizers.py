@@ -1,6 +1,6 @@
-"""Every optimizer of the package, in every form that matters, for the tests of what all of them promise.
+"""Every optimizer of the package, in every relevant form, for the tests of their common contract.
 
-A new optimizer joins all of these tests with a line in `CASES` and one in each table below it.
+To add an optimizer to all of these tests, add a line to `CASES` and one to each table below it.
 """
 
 import copy
@@ -16,7 +16,7 @@ from blockmean import AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA
 
 
 def stripes(name, tensor):
-    """A callable partition whose blocks interleave: every other entry; scalars as they are."""
+    """A callable partition with interleaved blocks: every other entry; scalars stay whole."""
     return torch.arange(tensor.numel()).remainder(2).view(tensor.shape) if tensor.numel() > 1 else "tensor"
 
 
@@ -33,7 +33,7 @@ class Case:
         return self.cls.__name__
 
     def option(self, name, missing=None):
-        """The value of an option, be it given or a default; `missing` where the class has no such option."""
+        """The value of an option, given or default; `missing` if the class has no such option."""
         known = inspect.signature(self.cls).parameters
         return self.options.get(name, known[name].default if name in known else missing)
 
@@ -48,12 +48,12 @@ class Case:
 
     @property
     def decomposes(self):
-        """Whether there is an eigendecomposition in a step."""
+        """Whether a step includes an eigendecomposition."""
         return self.option("coupling", "all") != "none" and self.option("correction", True)
 
     @property
     def averages(self):
-        """Whether statistics fade, so that a step with zero gradients is not nothing."""
+        """Whether statistics decay, so that even a step with zero gradients changes them."""
         return self.option("betas") is not None or self.option("beta") is not None
 
     def __call__(self, params, **changes):
@@ -110,10 +110,10 @@ CASES = [
     Case("natural-by_module", NaturalGradientBMA, {"partition": "module", "beta": 0.5, "damping": 1.0}),
 ]
 
-# One case per class, for what does not depend on options.
+# One case per class, for tests that do not depend on options.
 CLASSES = [Case(case.owner, case.cls) for case in {case.cls: case for case in CASES}.values()]
 
-# Options unlike any of the cases, for a second parameter group.
+# Options that differ from all cases, for a second parameter group.
 OTHER_OPTIONS = {
     AdaGradBMA: {
         "lr": 0.2,
@@ -147,7 +147,7 @@ OTHER_OPTIONS = {
     },
 }
 
-# Classes that add weight decay to the gradient, before anything else sees it.
+# Classes that add weight decay to the gradient before anything else.
 COUPLED_DECAY = (AdaGradBMA, AdaGradFull)
 
 _BAD = [
@@ -182,7 +182,7 @@ _BAD_CORRECTION = [
 ]
 _BAD_DECAY = [("lr_decay", -1.0, ValueError, ">= 0"), ("lr_decay", float("nan"), ValueError, ">= 0")]
 
-# Option, a bad value, the error, and what the message says it must be.
+# Option, bad value, error, and the requirement that the message states.
 BAD_OPTIONS = {
     AdaGradBMA: [
         *(_BAD + _BAD_BLOCKS + _BAD_ROOT + _BAD_CORRECTION + _BAD_DECAY),
@@ -218,7 +218,7 @@ every_block_optimizer = pytest.mark.parametrize(
 
 
 class Net(nn.Module):
-    """38 parameters of every kind: a convolution, a linear layer, biases and a single number."""
+    """38 entries in parameters of every kind: a convolution, a linear layer, biases and a scalar."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -233,7 +233,7 @@ class Net(nn.Module):
 
 
 def loss_of(model, t):
-    """The loss of the t-th batch, always the same for the same t; inputs are not centred, as pixels are."""
+    """The loss of the t-th batch, the same for the same t; like pixels, inputs are not centred."""
     rng = torch.Generator().manual_seed(t)
     dtype = next(model.parameters()).dtype
     inputs = torch.rand(5, 1, 3, 3, generator=rng, dtype=torch.float64).to(dtype)
@@ -241,7 +241,7 @@ def loss_of(model, t):
 
 
 def train(model, optimizer, steps):
-    """Take the steps of a range, or as many steps from the first."""
+    """Take the steps of a range, or the given number of steps from the first."""
     for t in range(steps) if isinstance(steps, int) else steps:
         optimizer.zero_grad()
         loss_of(model, t).backward()
@@ -258,7 +258,7 @@ _runs = {}
 
 
 def uninterrupted(case, steps):
-    """Everything after so many steps of a run that nothing interrupted."""
+    """A snapshot after the given number of uninterrupted steps."""
     if (case.id, steps) not in _runs:
         model, optimizer = pair(case)
         train(model, optimizer, steps)
@@ -267,14 +267,14 @@ def uninterrupted(case, steps):
 
 
 def model_with(state):
-    """A model that starts where another one was."""
+    """A model with the given parameters."""
     model = Net(seed=9)
     model.load_state_dict(state)
     return model
 
 
 def set_gradients(params, t, scale=1.0):
-    """Random gradients, for parameters no model could take."""
+    """Set random gradients, for parameters that no model could use."""
     rng = torch.Generator().manual_seed(t)
     for param in params:
         noise = scale * torch.randn(param.shape, generator=rng, dtype=torch.float64)
@@ -282,19 +282,19 @@ def set_gradients(params, t, scale=1.0):
 
 
 def params_of(model):
-    """Its parameters, copied."""
+    """Copies of the parameters."""
     return [param.detach().clone() for param in model.parameters()]
 
 
 def snapshot(optimizer):
-    """Everything a step may change, copied: parameters, state, options, counters."""
+    """A copy of everything that a step may change: parameters, state, options, counters."""
     params = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
     counters = (optimizer.skipped_steps, optimizer.diagonal_fallbacks)
     return {"params": params, **copy.deepcopy(optimizer.state_dict()), "counters": counters}
 
 
 def assert_same(actual, expected, where=""):
-    """Equal bit by bit, with the same types and dtypes; NaN equals NaN."""
+    """Assert bitwise equality, with the same types and dtypes; NaN equals NaN."""
     assert type(actual) is type(expected), where
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Small networks and data in float64 on which optimizers are held against their dense twins."""
+"""Small networks and data in float64, on which optimizers are compared with their dense twins."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from support.reference import labels_of, modules_of
 
 
 def small_net():
-    """A convolution, a second one and a linear layer: 61 parameters of every kind a partition knows."""
+    """Two convolutions and a linear layer: 61 entries in parameters of every kind that a partition knows."""
     return nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(2, 5, bias=True)
     ).double()
@@ -34,12 +34,12 @@ def gradient(model, inputs, targets):
 
 def data(seed, n, size, classes):
     rng = torch.Generator().manual_seed(seed)
-    inputs = torch.rand(n, 1, size, size, generator=rng, dtype=torch.float64)  # not centred, as pixels are
+    inputs = torch.rand(n, 1, size, size, generator=rng, dtype=torch.float64)  # like pixels, not centred
     return inputs, torch.randint(classes, (n,), generator=rng)
 
 
 def blocks_of(model, partition, coupling, leave_plain=True):
-    """The block of every entry and the coupling group of every block, as the dense twins want them."""
+    """The block of every entry and the coupling group of every block, as the dense twins expect them."""
     names = [name for name, _ in model.named_parameters()]
     shapes = [tuple(p.shape) for p in model.parameters()]
     labels = labels_of(shapes, partition, names, leave_plain)

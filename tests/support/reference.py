@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-# Algebra of matrices whose condition number is a few hundred, through different but backward stable algorithms (and
-# scipy's sqrtm and logm): 1e-16 · cond · d stays below this in float64, with two digits to spare.
+# Matrices with condition numbers of a few hundred, through different but backward stable algorithms (and scipy's sqrtm
+# and logm): 1e-16 · cond · d stays below this in float64, with two digits to spare.
 TOLERANCE = 1e-10
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float = TOLERANCE) -> None:
-    """Equal shapes, and no entry further off than `tolerance` times the largest entry of what is expected."""
+    """Assert equal shapes, and no error larger than `tolerance` times the largest expected entry."""
     a, b = (x.detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x) for x in (actual, expected))
     assert a.shape == b.shape, f"shape {a.shape} where {b.shape} is expected"
     if b.size:
@@ -74,7 +74,7 @@ def block_mean(lam: Array, B: Array, blocks: list[list[int]]) -> Array:
 
 
 def dense(M: Any) -> Array:
-    """A BlockMean, or a batch of them, as dense matrices, from its λ, its B and the label of each entry alone."""
+    """A BlockMean, or a batch of them, as dense matrices, from λ, B and the label of each entry only."""
     blocks, L = blocks_of(M.partition.labels.tolist()), M.partition.num_blocks
     lam, B = (x.detach().double().numpy() for x in (M.lam, M.B))
     batch = [block_mean(l, b, blocks) for l, b in zip(lam.reshape(-1, L), B.reshape(-1, L, L), strict=True)]
@@ -83,7 +83,7 @@ def dense(M: Any) -> Array:
 
 
 def proposition_1(M: Array, blocks: list[list[int]]) -> tuple[Array, Array]:
-    """λ and B of the nearest block-mean matrix, letter by letter as the paper's equations (b_ij) and (λ_i)."""
+    """λ and B of the nearest block-mean matrix, transcribed literally from the paper's equations (b_ij) and (λ_i)."""
     L = len(blocks)
     s = [len(block) for block in blocks]
     lam, B = np.zeros(L), np.zeros((L, L))
@@ -129,7 +129,7 @@ ELEMENTWISE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[A
     "sign": (torch.sign, lambda M: np.real(scipy.linalg.signm(M))),
     "cube": (lambda x: x**3, lambda M: M @ M @ M),
 }
-"""f as it acts on eigenvalues, and f of a dense matrix."""
+"""f on eigenvalues, and f of a dense matrix."""
 
 
 # -------------------------------------------------------------------- optimizers, with d×d matrices written out
@@ -138,7 +138,7 @@ ELEMENTWISE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[A
 
 
 def labels_of(shapes, by, names, leave_plain=False):
-    """The block of every entry, by literal loops over indices; −1 where an optimizer leaves an entry uncorrected."""
+    """The block of every entry, by literal loops over indices; −1 if an optimizer leaves the entry uncorrected."""
     numbers, labels = {}, []
     for name, shape in zip(names, shapes, strict=True):
         for index in np.ndindex(*shape):
@@ -189,7 +189,7 @@ class DenseAdaGradBMA:
         self.same = labels[:, None] == labels[None, :]
 
     def step(self, g, has_gradient=None):
-        """`has_gradient`: which entries have one; blocks without any sit out."""
+        """`has_gradient`: which entries have a gradient; blocks without any sit out."""
         d = len(g)
         present = np.ones(d, bool) if has_gradient is None else has_gradient
         on = np.array([present[self.labels == label].any() and label >= 0 for label in self.labels])

@@ -1,4 +1,4 @@
-"""Small data sets in the formats of the real ones, with checksums of their own."""
+"""Small data sets in the formats of the real ones, with their own checksums."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_checksums(source: Source, contents: Mapping[str, bytes]) -> Source:
 
 
 def small(source: Source, resized: Mapping[str, File]) -> tuple[Source, dict[str, bytes]]:
-    """A source whose files are smaller, and what is in them."""
+    """A source with smaller files, and their contents."""
     source = replace(source, files=resized)
     contents = contents_of(source)
     return with_checksums(source, contents), contents
@@ -66,7 +66,7 @@ def member(
 
 
 def pack(members: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
-    """A .tar.gz of these members, whatever their names."""
+    """A .tar.gz of these members, with any names."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as archive:
         for info, content in members:

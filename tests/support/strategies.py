@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockmean import BlockMean, Partition
 
-# The same examples in every run, on every machine; no database folder is left behind.
+# The same examples in every run, on every machine; no database folder.
 settings.register_profile("blockmean", deadline=None, max_examples=30, derandomize=True, database=None)
 settings.load_profile("blockmean")
 

@@ -1,4 +1,4 @@
-"""Optimizers: one per file, thin classes over plain functions of lists of tensors."""
+"""Optimizers, one per file: thin classes over plain functions that take lists of tensors."""
 
 from blockmean.optim.adagrad import AdaGradBMA
 from blockmean.optim.adagrad_full import AdaGradFull

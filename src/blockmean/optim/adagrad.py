@@ -1,10 +1,10 @@
-"""AdaGrad with a block mean between its diagonal: G⁻¹ = Z^-½ F^-½ Z^-½, F = I + the block-mean part.
+"""AdaGrad whose diagonal preconditioner encloses a block mean: G⁻¹ = Z^-½ F^-½ Z^-½, F = I + the block-mean part.
 
     r ← r + g²,  z = √(r + ε)                                   (Algorithm 1, lines 8-9)
     u_i = Σ g over block i,  U ← U + u uᵀ                       (lines 11, 14)
     δ = g/z + w c_i,   θ ← θ − η δ                              (lines 16-21 in one)
 
-c and w are those of the form in `forms.py`.
+`forms.py` defines c and w for each variant.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ VARIANTS = ("paper", "consistent", "weighted")
 
 
 class AdaGradBMA(CorrectedOptimizer):
-    """AdaGrad that sees the dependency between blocks of parameters (Algorithm 1 of the paper).
+    """AdaGrad that accounts for the dependency between blocks of parameters (Algorithm 1 of the paper).
 
     Args:
-        params: parameters, (name, parameter) pairs, or dicts of groups, as for every optimizer of torch.
+        params: parameters, (name, parameter) pairs, or dicts of groups, as for any torch optimizer.
         lr: learning rate, a number or a tensor with one element.  # η
         variant: "paper" (Algorithm 1 as printed), "consistent" (block sums of the scaled gradient, which makes the
-            preconditioner symmetric positive definite and free of the scale of the loss) or "weighted" (blocks
+            preconditioner symmetric positive definite and independent of the scale of the loss) or "weighted" (blocks
             weighted by their own scale, diagonal kept).
-        partition: how parameters are cut into blocks, see `Partition.of`; the paper takes "tensor".
+        partition: how to cut parameters into blocks, see `Partition.of`; the paper uses "tensor".
         coupling: which blocks share one matrix: "all", those of one "module", or "none".
         eps: added to the sum of squares inside the root.  # ε
-        eigenvalue_floor: smallest eigenvalue of A; None is 0.1, and 1.0 for "weighted". The authors took 1e-10.
-        refresh_every: compute the root of A every so many steps; all sums stay fresh.
+        eigenvalue_floor: smallest eigenvalue of A. None means 0.1, or 1.0 for "weighted"; the authors used 1e-10.
+        refresh_every: recompute the root of A once in this many steps; all sums are updated in every step.
         lr_decay, initial_accumulator_value, weight_decay, maximize: as in `torch.optim.Adagrad`.
-        correction: False is the diagonal method.
-        nonfinite: what a NaN or infinite gradient does: "raise" (before anything has changed) or "skip" the step.
+        correction: False gives the diagonal method.
+        nonfinite: what to do about a NaN or infinite gradient: "raise" (before anything changes) or "skip" the step.
 
     Cost O(d + L³) per step; state d + O(L²) numbers.
 

@@ -17,20 +17,20 @@ from blockmean.optim.optimizer import BlockMeanOptimizer, Work, distinct
 from blockmean.optim.passes import arithmetic, effective_grad, move_
 
 FULL_LIMIT = 2**30
-"""Bytes that H may need before it has to be asked for."""
+"""Default limit on the size of H, in bytes; pass `max_bytes` for a larger one."""
 
 
 class AdaGradFull(BlockMeanOptimizer):
-    """AdaGrad with the full d×d matrix of each parameter group: what AdaGradBMA approximates.
+    """AdaGrad with the full d×d matrix of each parameter group, which AdaGradBMA approximates.
 
-    The root is computed afresh in every step. With an old one, a gradient outside the range of the old H would be
-    multiplied by eigenvalue_floor^-½, and training explodes.
+    Every step recomputes the root. A stale root would multiply a gradient outside the range of the old H by
+    eigenvalue_floor^-½, and training would explode.
 
     Args:
         params: parameters, (name, parameter) pairs, or dicts of groups; H never crosses groups.
         lr: learning rate.  # η
         eigenvalue_floor: smallest eigenvalue of H.
-        max_bytes: refuse parameters whose H needs more; None is no limit.
+        max_bytes: refuse parameters whose H needs more; None means no limit.
         lr_decay, weight_decay, maximize: as in `torch.optim.Adagrad`.
         nonfinite: "raise" or "skip", as in `AdaGradBMA`.
 
@@ -82,7 +82,7 @@ class AdaGradFull(BlockMeanOptimizer):
         require_number(group["eigenvalue_floor"], "eigenvalue_floor", type(self).__name__, positive=True)
 
     def decompositions(self, group: dict[str, Any]) -> float:
-        return 0.0  # whoever asks for the full matrix knows what it costs
+        return 0.0  # users who choose the full matrix know its cost: no warning
 
     def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {"step": torch.tensor(0.0, dtype=torch.float32)}
@@ -98,7 +98,7 @@ class AdaGradFull(BlockMeanOptimizer):
         return torch.cat(grads).double().unsqueeze(0)
 
     def solve(self, work: Work) -> Tensor:
-        """H^-½ g of the principal submatrix of the entries that have a gradient."""
+        """H^-½ g, restricted to the principal submatrix of the entries that have a gradient."""
         g, floor = work.sums[0], work.group["eigenvalue_floor"]
         step = torch.zeros_like(g)
         for _, part in self.statistics(work, ["U"]):

@@ -23,28 +23,28 @@ from blockmean.optim.passes import arithmetic
 
 
 class AdamBMA(CorrectedOptimizer):
-    """AdamW that sees what the entries of a block have in common.
+    """AdamW that accounts for what the entries of a block have in common.
 
-    A unit fed by non-negative inputs (pixels, ReLU) gets gradients of one sign over its whole row of weights. Adam
-    takes them for so many independent hints and steps too far along their sum; A_ii measures by how much, and the step
-    is shortened in just that direction.
+    If the inputs of a unit are never negative (pixels, ReLU outputs), the gradients of all its weights have the same
+    sign. Adam treats them as independent signals and steps too far along their sum. A_ii measures by how much, and the
+    correction shortens the step in that direction only.
 
     Args:
-        params: parameters, (name, parameter) pairs, or dicts of groups, as for every optimizer of torch.
+        params: parameters, (name, parameter) pairs, or dicts of groups, as for any torch optimizer.
         lr: learning rate, a number or a tensor with one element.  # η
         betas: decay of the averages of the gradient and of its square.  # β₁, β₂
         eps: added to the root of the average square.  # ε
         weight_decay: decoupled, as in `torch.optim.AdamW`.
-        partition: how parameters are cut into blocks, see `Partition.of`.
+        partition: how to cut parameters into blocks, see `Partition.of`.
         coupling: which blocks share one matrix: "none", those of one "module", or "all".
-        eigenvalue_floor: smallest eigenvalue of A; at 1 the step along the means of blocks is only ever shortened.
-        correction_cap: longest correction of a block, in lengths of its diagonal step, with λ = 1; None is no cap.
-        refresh_every: compute the root of A every so many steps; all sums stay fresh.
+        eigenvalue_floor: smallest eigenvalue of A; with 1 the step along the means of blocks never gets longer.
+        correction_cap: longest correction of a block, as a multiple of its diagonal step; with a cap, λ is 1.
+        refresh_every: recompute the root of A once in this many steps; all sums are updated in every step.
         maximize: step uphill.
-        correction: False is torch's AdamW.
-        nonfinite: what a NaN or infinite gradient does: "raise" (before anything has changed) or "skip" the step.
+        correction: False gives torch's AdamW.
+        nonfinite: what to do about a NaN or infinite gradient: "raise" (before anything changes) or "skip" the step.
 
-    Cost O(d) per step with coupling "none", which decomposes nothing; state 2d + O(L) numbers.
+    Cost O(d) per step with coupling "none", which needs no eigendecomposition; state 2d + O(L) numbers.
 
     >>> model = torch.nn.Linear(3, 2)
     >>> optimizer = AdamBMA(model.parameters(), lr=1e-3)

@@ -1,10 +1,10 @@
-"""Between the passes: from block sums to one number per block.
+"""Between the two passes: turn block sums into one number per block.
 
     U ← U + u uᵀ  (or its average)      A = U / (n nᵀ)      root = A^-½ − I      c = N [root + I − diag κ] N b
 
 With coupling "none" only diagonals exist: U, A and the root are vectors, and nothing is decomposed. A block with
-n_i = 0 (no gradient in this step, or never one) takes no part: its row of A is that of the identity, so what is left is
-exactly the step of the principal submatrix without it.
+n_i = 0 (no gradient in this step, or none ever) sits out: its row of A is that of the identity, so the other blocks
+take exactly the step of the principal submatrix without it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from blockmean.optim.passes import Passes, Tensors, choose
 def accumulate_(U: Tensor, u: Tensor, beta: float | None, present: Tensor | None) -> None:
     """Without beta a sum, U ← U + u uᵀ, else an average, U ← E U E + (1 − β) u uᵀ; its diagonal if U is a vector.
 
-    E is √β for the blocks that take part and 1 for the others: it leaves the entries of blocks that sit out (u_i = 0)
-    as they are and U positive semi-definite, which keeping whole rows would not. `present` is None where all take part.
+    E is √β for the blocks that take part and 1 for those that sit out (u_i = 0). This leaves the entries between absent
+    blocks unchanged and keeps U positive semi-definite; freezing whole rows would not. `present` is None if all blocks
+    take part.
     """
     if beta is None:
         U.addcmul_(u, u) if U.ndim == 1 else U.addr_(u, u)
@@ -43,7 +44,7 @@ def accumulate_(U: Tensor, u: Tensor, beta: float | None, present: Tensor | None
 
 
 def average_(x: Tensor, value: Tensor, beta: float | None, present: Tensor | None) -> None:
-    """x ← x + value, or x ← β x + (1 − β) value, where a block takes part; elsewhere x stays, (L,)."""
+    """x ← x + value, or x ← β x + (1 − β) value, for the blocks that take part; the rest of x stays, (L,)."""
     if beta is None:
         x.add_(value)
     elif present is None:
@@ -58,7 +59,7 @@ def normalised(U: Tensor, n: Tensor, keep_diagonal: bool) -> Tensor:
     inverse = torch.where(on, 1 / n, 0.0)
     if U.ndim == 1:
         return torch.where(on, U * inverse * inverse, 1.0) if keep_diagonal else torch.ones_like(U)
-    A = U * inverse[:, None] * inverse  # one after the other: n_i n_j alone may underflow
+    A = U * inverse[:, None] * inverse  # two products: n_i n_j alone may underflow
     diagonal = torch.where(on, A.diagonal(), 1.0) if keep_diagonal else torch.ones_like(n)
     A.diagonal().copy_(diagonal)
     return A
@@ -72,13 +73,13 @@ def balance(U: Tensor, n: Tensor, sizes: Tensor) -> Tensor:
 
 
 def capped(c: Tensor, diagonal: Tensor, weight: Tensor, cap: float) -> Tensor:
-    """c, shortened where the correction of a block is longer than `cap` times its diagonal step."""
+    """c, shortened for blocks whose correction is longer than `cap` times their diagonal step."""
     limit = cap * diagonal.sqrt() / weight.sqrt()
     return torch.where(weight > 0, c.clamp(-limit, limit), 0.0)
 
 
 class Part(NamedTuple):
-    """Pieces that one rule and one implementation of the passes serve."""
+    """Pieces that share a rule and an implementation of the passes."""
 
     run: slice  # among the pieces of the group
     rule: Rule
@@ -87,20 +88,20 @@ class Part(NamedTuple):
 
 
 class CorrectedOptimizer(BlockMeanOptimizer):
-    """A diagonal method with a correction between blocks: a `Rule` and a `Form`, and the passes that serve them all."""
+    """A diagonal method with a correction between blocks, given by a `Rule` and its `Form`."""
 
     statistics_kept = MappingProxyType({"U": "matrix", "energy": "vector", "root": "matrix", "root_of": "mask"})
     leaves_plain = True
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        """The method, as the options of a group say."""
+        """The method that the options of a group select."""
         raise NotImplementedError
 
     def measures_diagonal(self, group: dict[str, Any]) -> bool:
         return self.rule({**group, "correction": True}).form.is_weighted
 
     def _parts(self, work: Work) -> list[Part]:
-        """The pieces that are corrected, and after them those that are not."""
+        """The pieces to correct, followed by those that take the plain step."""
         rule, layout = self.rule(work.group), work.layout
         *first, second = (work.moments[key] for key in self.entry_state)
         lists = Tensors(work.params, work.grads, first[0] if first else [], second, work.steps, work.cuts)
@@ -125,7 +126,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             part.passes.apply_(part.rule, part.tensors, *own)
 
     def solve(self, work: Work) -> tuple[Tensor, Tensor | None] | None:
-        """c and κ, one number each per block, (L,); None without a correction, no κ where it is 1."""
+        """c and κ, one number each per block, (L,). None without a correction; κ is None if it is 1 everywhere."""
         rule, u = work.plan[0].rule, work.sums[0]
         form = rule.form
         if not form.corrects:  # or nothing that is corrected has a gradient
@@ -159,7 +160,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         return c, kappa if form.keeps_trace else None
 
     def _measures(self, work: Work, form: Form) -> tuple[Tensor, Tensor]:
-        """What blocks are measured by now (0: they take no part), and the scale of the form, (L,)."""
+        """The current n of every block (0: the block sits out), and the scale of the form, (L,)."""
         if form.is_weighted:
             n = work.sums[2].sqrt()
             return n, torch.where(n > 0, 1 / n, 0.0)
@@ -167,7 +168,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         return n, torch.where(n > 0, work.layout.sizes.to(n, non_blocking=True).rsqrt(), 0.0)
 
     def _root(self, work: Work, rule: Rule, component: Component, part: dict[str, Tensor], n: Tensor) -> Tensor | None:
-        """A^-½ − I, or an older one where that is to serve for several steps; None if it cannot be computed."""
+        """A^-½ − I, or the stored one if no refresh is due; None if the eigendecomposition fails."""
         layout = work.layout
         if "root" in part:
             present = torch.zeros(len(n), dtype=torch.bool, device="cpu")

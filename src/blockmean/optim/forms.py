@@ -1,7 +1,7 @@
-"""The corrections of AdaGrad-BMA and Adam-BMA as data, and the recurrences they are corrections of.
+"""The corrections of AdaGrad-BMA and Adam-BMA as data, and the recurrences that they correct.
 
-Every form multiplies the diagonal step of the entries of block i by κ_i = λ_i^-½ and adds w c_i, with one small problem
-between blocks:
+Every form multiplies the diagonal step of the entries of block i by κ_i = λ_i^-½ and adds w c_i. c solves one small
+problem between blocks:
 
     A = U / (n nᵀ)  (its diagonal kept, or set to 1)        c = N [A^-½ − diag κ] N b,   N = diag(scale)
 
@@ -12,10 +12,10 @@ between blocks:
     weighted     √(Σ_τ Σ g²)      Σ ζ z^-½ m̂       ζ z^-½      ‖ζ^i‖⁻¹    kept            1       weighted block mean
     balanced     √(Σ_τ Σ g²)      Σ ζ z^-½ m̂       ζ z^-½      ‖ζ^i‖⁻¹    kept            below   the same, trace kept
 
-ζ is the root of the accumulated squares and z the same with ε. For "weighted" and "balanced", U and the squares under n
-come from the same steps, so A is right also where the accumulator has a longer history than U. "balanced" takes
-λ_i = (s_i − A_ii) / (s_i − 1) of Proposition 1 (A_ii at least 1, λ_i at least `SMALLEST_LAMBDA`): what a block's mean
-loses, the rest of the block gains.
+ζ is the root of the accumulated squares, and z is the same with ε. For "weighted" and "balanced", U and the squares
+inside n come from the same steps, so A is correct even if the accumulator has a longer history than U. "balanced" uses
+λ_i = (s_i − A_ii) / (s_i − 1) from Proposition 1 (A_ii at least 1, λ_i at least `SMALLEST_LAMBDA`): the rest of a block
+gains what its mean loses.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import NamedTuple
 
 
 class Form(NamedTuple):
-    """One correction, a row of the table above."""
+    """One correction: a row of the table above."""
 
     corrects: bool = True
-    is_weighted: bool = False  # entries by their own scale ζ, blocks by the squares of their gradients
-    takes_raw_sums: bool = False  # b is Σ g, although the gradient has been scaled by then
+    is_weighted: bool = False  # weights entries by their own scale ζ, blocks by the squares of their gradients
+    takes_raw_sums: bool = False  # b is Σ g, although the algorithm has already scaled the gradient
     keeps_diagonal: bool = False
-    keeps_trace: bool = False  # λ of Proposition 1 in the place of 1
+    keeps_trace: bool = False  # uses λ of Proposition 1 instead of 1
     floor: float = 1.0  # default for the smallest eigenvalue of A
 
 
@@ -43,16 +43,16 @@ FORMS = {
 }
 
 SMALLEST_LAMBDA = 0.1
-"""Where a block's gradient is nearly all mean, little is known of the rest, and its step grows by 1/√0.1 at most."""
+"""If a block's gradient is nearly all mean, little is known about the rest: its step grows by 1/√0.1 at most."""
 
 
 class Rule(NamedTuple):
-    """All that a step needs to know of a method. State follows from gradients as AdaGrad's sums or Adam's averages:
+    """All that a step needs to know about a method. State accumulates gradients as AdaGrad's sums or Adam's averages:
 
         AdaGrad   m = g                       r ← r + g²                    ζ = √r    z = √(r + ε)
         Adam      m ← β₁ m + (1 − β₁) g       r ← β₂ r + (1 − β₂) g²        ζ = √r̂    z = ζ + ε       m̂, r̂ unbiased
 
-    AdaGrad adds weight decay to the gradient, Adam takes it from the parameters.
+    AdaGrad adds weight decay to the gradient; Adam subtracts it from the parameters.
     """
 
     form: Form
@@ -64,7 +64,7 @@ class Rule(NamedTuple):
     lr_decay: float = 0.0
     initial: float = 0.0  # accumulators start at aI
     floor: float = 1.0  # smallest eigenvalue of A
-    cap: float | None = None  # longest correction of a block, in lengths of its diagonal step
+    cap: float | None = None  # longest correction of a block, as a multiple of its diagonal step
 
     def plain(self) -> Rule:
         """The diagonal method."""

@@ -1,4 +1,4 @@
-"""What an optimizer knows about the dependency between blocks, put into a form that a person can read."""
+"""What an optimizer knows about the dependency between blocks, in readable form."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from blockmean._checks import require
 
 @dataclass(frozen=True)
 class BlockStatistics:
-    """One matrix between blocks, as an optimizer has it after its last step.
+    """One matrix between blocks, as it is after the optimizer's last step.
 
-    `common` and `change` are about the last step in the coordinates in which A is measured (those of Z^½): how long the
-    step would have been along the direction that a block's entries have in common, and what the correction added to
-    it. With A = I nothing is changed; a change of −0.9 times `common` leaves a tenth of it.
+    `common` and `change` describe the last step in the coordinates in which A is measured (those of Z^½): `common` is
+    the length of the uncorrected step along the direction that a block's entries share, and `change` is what the
+    correction added to it. With A = I the correction changes nothing; a change of −0.9 times `common` leaves a tenth.
     """
 
     group: int
@@ -26,11 +26,11 @@ class BlockStatistics:
     """"all", "none", or the name of the module whose blocks these are."""
     names: list[str]
     parameters: list[str]
-    """The parameter of each block, or what merged ones go by."""
+    """The parameter of each block, or the name of the group that merged parameters belong to."""
     sizes: Tensor
     """Entries of each block, (L,)."""
     A: Tensor
-    """(L, L), or its diagonal (L,) with coupling "none". A diagonal method takes it for the identity."""
+    """(L, L), or its diagonal (L,) with coupling "none". A diagonal method assumes the identity."""
     eigenvalues: Tensor
     """Of A, ascending, (L,)."""
     common: Tensor | None
@@ -45,7 +45,7 @@ class BlockStatistics:
 
     @property
     def condition(self) -> float:
-        """Largest over smallest eigenvalue of A; infinite where A is singular."""
+        """Largest over smallest eigenvalue of A; infinite if A is singular."""
         smallest = float(self.eigenvalues[0])
         return float(self.eigenvalues[-1]) / smallest if smallest > 0 else float("inf")
 
@@ -75,7 +75,7 @@ class BlockStatistics:
         rows = [("block", "entries", "A_ii", "kept of the common step")]
         for i in order:
             kept = "-"
-            # A block whose own part is smaller than what others add to it keeps no share worth naming.
+            # If other blocks add more to a block than its own step, a share means nothing.
             if self.common is not None and self.change is not None and self.change[i].abs() <= self.common[i].abs() > 0:
                 kept = f"{float(1 + self.change[i] / self.common[i]):.0%}"
             rows.append((self.names[i], f"{int(self.sizes[i]):,}", f"{float(self.diagonal[i]):.2f}", kept))
@@ -91,7 +91,7 @@ class BlockStatistics:
 
 
 def eigenvalues_of(A: Tensor) -> Tensor:
-    """Ascending eigenvalues of a symmetric matrix, or of the diagonal matrix that a vector stands for."""
+    """Ascending eigenvalues of a symmetric matrix, or of the diagonal matrix that a vector represents."""
     if A.ndim == 1:
         return A.sort().values
     values: Tensor = torch.linalg.eigvalsh(A)
@@ -99,7 +99,7 @@ def eigenvalues_of(A: Tensor) -> Tensor:
 
 
 FEW_STEPS = 20
-# Shares of gradient energy, set between tasks that were measured with and without the correction (docs/optimizers.md).
+# Shares of gradient energy: thresholds between tasks measured with and without the correction (docs/optimizers.md).
 LITTLE, MUCH = 0.1, 0.2
 
 
@@ -107,44 +107,44 @@ LITTLE, MUCH = 0.1, 0.2
 class Diagnosis:
     """How much of the gradient the entries of a block have in common.
 
-    Measured in units of its own root mean square, the gradient of a block of s entries has energy s, of which A_ii lies
-    along the one direction that all entries share. A diagonal method steps too far along it, by √A_ii. Where
-    Σ A_ii / Σ s is small, that direction is a small part of training, whatever A_ii is.
+    In units of its own root mean square, the gradient of a block of s entries has energy s. A_ii of that lies along the
+    one direction that all entries share, and a diagonal method steps too far along it by a factor of √A_ii. If
+    Σ A_ii / Σ s is small, that direction is a small part of training, however large A_ii is.
     """
 
     share: float
     """Σ A_ii / Σ s over all blocks: between 0 and 1."""
     chance: float
-    """What `share` would be for gradients without any common sign: one direction in s."""
+    """What `share` would be for gradients with random signs: one direction in s."""
     by_parameter: dict[str, float]
     """The same for the blocks of each parameter."""
     steps: int
 
     @property
     def matters(self) -> bool:
-        """Whether the correction should make a difference that can be seen."""
+        """Whether the correction should make a visible difference."""
         return self.share >= MUCH and self.share > 2 * self.chance
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.by_parameter)
         lines = [f"{'parameter':{max(width, 9)}}  common share of the gradient"]
         lines += [f"{name:{max(width, 9)}}  {share:.1%}" for name, share in self.by_parameter.items()]
-        lines.append(f"all together {self.share:.1%} after {self.steps} steps (by chance: {self.chance:.1%})")
+        lines.append(f"overall {self.share:.1%} after {self.steps} steps (by chance: {self.chance:.1%})")
         if self.steps < FEW_STEPS:
-            lines.append(f"Too early to tell: take some {FEW_STEPS} to 50 steps first.")
+            lines.append(f"Too early to tell: take {FEW_STEPS} to 50 steps first.")
         elif self.matters:
             lines.append("The correction should matter: compare it with correction=False at the best lr of each.")
         elif self.share >= LITTLE:
             lines.append("The correction may help a little.")
         else:
-            lines.append("The correction has little to work on: the plain method is as good, and cheaper.")
+            lines.append("The correction has little to work on: the plain method is just as good, and cheaper.")
         return "\n".join(lines)
 
 
 def unwrap(optimizer: Any) -> Any:
-    """The optimizer inside wrappers such as accelerate's, which hold it as `optimizer`; anything else as it is."""
+    """The optimizer inside wrappers such as accelerate's, which store it as `optimizer`; anything else unchanged."""
     inner = optimizer
-    for _ in range(10):  # a wrapper may hold itself
+    for _ in range(10):  # a wrapper may contain itself
         if hasattr(inner, "block_statistics"):
             return inner
         inner = getattr(inner, "optimizer", None)
@@ -152,7 +152,7 @@ def unwrap(optimizer: Any) -> Any:
 
 
 def diagnose(optimizer: Any) -> Diagnosis:
-    """Foretell from some 50 steps of `AdamBMA`, or of `AdaGradBMA(variant="weighted")`, whether its correction matters.
+    """Predict whether the correction will matter, from about 50 steps of `AdamBMA` or `AdaGradBMA(variant="weighted")`.
 
     >>> import torch
     >>> from blockmean import AdamBMA
@@ -175,7 +175,7 @@ def diagnose(optimizer: Any) -> Diagnosis:
         if not statistics.is_normalised:
             raise ValueError(
                 f"{type(optimizer).__name__} does not measure the diagonal of A in units of the gradient. "
-                "Take some 50 steps with AdamBMA, or with AdaGradBMA(variant='weighted')."
+                "Take about 50 steps with AdamBMA, or with AdaGradBMA(variant='weighted')."
             )
         blocks += len(statistics.names)
         prefix = f"group {statistics.group}: " if len(optimizer.param_groups) > 1 else ""

@@ -1,4 +1,4 @@
-"""The blocks of a parameter group: which share a matrix, where those of each tensor lie, pieces of large tensors."""
+"""The blocks of a parameter group: which ones share a matrix, where each tensor's start, pieces of large tensors."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from blockmean.blocks import TensorBlocks, first_blocks, named_blocks
 COUPLINGS = ("all", "module", "none")
 
 MATRIX_LIMIT = 2**30
-"""Bytes that one matrix between blocks may need before it is refused."""
+"""Largest matrix between blocks that is accepted, in bytes."""
 
 SLOW_MATRIX = 1500
-"""Blocks from which on one eigendecomposition takes about a second (float64, one core)."""
+"""Number of blocks at which one eigendecomposition takes about a second (float64, one core)."""
 
 PIECE = 2**17
-"""Entries of the pieces in which large tensors are worked on: what a step computes on the way stays in the cache."""
+"""Entries per piece of a large tensor: small enough that the temporaries of a step stay in the cache."""
 
 
 class Component(NamedTuple):
-    """Tensors whose blocks share their statistics: one matrix, or with coupling "none" the diagonal of one."""
+    """Tensors whose blocks share one matrix of statistics, or its diagonal with coupling "none"."""
 
-    name: str  # "all", "none", or that of the module
-    members: list[int]  # tensors, by their place in the group
-    blocks: slice  # among those of the group
+    name: str  # "all", "none", or the name of the module
+    members: list[int]  # tensors, by their index in the group
+    blocks: slice  # among the blocks of the group
 
 
 class Piece(NamedTuple):
     """A tensor, or some rows of a large one."""
 
     tensor: int
-    rows: tuple[int, int] | None  # None: all of it
+    rows: tuple[int, int] | None  # None: the whole tensor
     cut: TensorBlocks
-    blocks: slice  # among those of the group
+    blocks: slice  # among the blocks of the group
 
 
 class Pieces(list[Piece]):
-    """What a step works on, one after the other."""
+    """The pieces that a step processes, in order."""
 
     @cached_property
     def is_in_order(self) -> bool:
-        """Whether the blocks of all pieces, one after the other, are those of the group."""
+        """Whether the blocks of all pieces, concatenated, are those of the group in order."""
         starts = [piece.blocks.start for piece in self]
         return starts == [0, *(piece.blocks.stop for piece in self[:-1])]
 
@@ -56,8 +56,8 @@ class Pieces(list[Piece]):
 class Layout:
     """The blocks of all tensors of a group, numbered component by component.
 
-    With `leave_plain`, tensors that "unit" and "kernel" cut into single entries belong to no component: each is one
-    block, whose sum only shows whether its gradient is finite, after all others.
+    With `leave_plain`, tensors that "unit" and "kernel" cut into single entries belong to no component. Each becomes
+    one block after all others, and its sum serves only to check that the gradient is finite.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Layout:
         self.shapes = [torch.Size(tensor.shape) for tensor in tensors]
         self.is_diagonal = coupling == "none"
         self.named = named
-        self.outputs = list(outputs) or [0] * len(tensors)  # the output dim of every tensor, where modules told
+        self.outputs = list(outputs) or [0] * len(tensors)  # output dim of every tensor, 0 by default
         grouped = self._grouped()
         order = [i for members in grouped.values() for i in members]
         order += [i for i in range(len(tensors)) if i not in order]
@@ -110,7 +110,7 @@ class Layout:
         self._refuse_large(owner, decompositions, max_bytes)
 
     def _grouped(self) -> dict[tuple[str, object], list[int]]:
-        """The tensors of each component; tensors without entries have no blocks and are in none."""
+        """The tensors of each component. Empty tensors have no blocks and belong to none."""
         grouped: dict[tuple[str, object], list[int]] = {}
         for i, tensor in enumerate(self.tensors):
             if tensor.count and self.cuts[i] is tensor:
@@ -131,8 +131,8 @@ class Layout:
         seconds = (largest / SLOW_MATRIX) ** 3 * decompositions
         if seconds >= 1:
             warnings.warn(
-                f"{owner} decomposes a matrix between {largest:,} blocks: about {seconds:.0f} seconds in every step. "
-                "coupling='none' or 'module' needs no large one, refresh_every=k decomposes it every k steps.",
+                f"{owner} decomposes a matrix between {largest:,} blocks: about {seconds:.0f} seconds per step. "
+                "coupling='none' or 'module' avoids large matrices; refresh_every=k decomposes once in k steps.",
                 stacklevel=5,
             )
 
@@ -175,7 +175,7 @@ class Layout:
 
     @cached_property
     def split(self) -> Pieces:
-        """Large tensors in pieces that fit into a processor's cache."""
+        """The same with large tensors split into pieces that fit into the processor's cache."""
         pieces = []
         for piece in self.whole:
             entries, rows = self.shapes[piece.tensor].numel(), self.shapes[piece.tensor][:1].numel()
@@ -192,7 +192,7 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that is equal for equal partitions, whatever the names and the order of tensors."""
+        """A short text that depends only on the partition, not on names or the order of tensors."""
         together: dict[int, list[int]] = {}
         for i in self._order:
             together.setdefault(self.starts[i], []).append(self.tensors[i].digest)
@@ -207,7 +207,7 @@ class Layout:
 
     @cached_property
     def owners(self) -> list[str]:
-        """The parameter, or the merged group of them, that every block comes from."""
+        """The parameter, or the merged group of parameters, of every block."""
         owners = [""] * self.num_blocks
         for i in self._order:
             tensor, start = self.cuts[i], self.starts[i]

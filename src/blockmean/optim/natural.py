@@ -1,25 +1,25 @@
 """Natural gradient with a block-mean Fisher matrix: θ ← θ − η √τ (F + δτI)⁻¹ g by Theorem 1.
 
-F is the empirical Fisher matrix of batch gradients in its block-mean approximation, averaged twice:
+F is the block-mean approximation of the empirical Fisher matrix of batch gradients, the mean of two averages:
 
-    F = ½ E_β[g gᵀ] + ½ E_1[g gᵀ]       E_β: over recent steps, with decay β;   E_1: over all steps alike
+    F = ½ E_β[g gᵀ] + ½ E_1[g gᵀ]       E_β: over recent steps, with decay β;   E_1: over all steps equally
     τ = tr F / d                        its mean eigenvalue
 
-A running average alone vanishes with the gradient, so that F⁻¹g grows without bound where training should end. The
-average over all steps keeps F from vanishing: the step shrinks with the gradient. The recent average keeps F up to
-date, and bounds the step, because F ≥ ½ (1 − β) g gᵀ:
+A running average alone vanishes with the gradient, so F⁻¹g would grow without bound just when training should settle.
+The average over all steps keeps F from vanishing, and the step shrinks with the gradient. The recent average keeps F up
+to date and bounds the step, because F ≥ ½ (1 − β) g gᵀ:
 
     Δθᵀ(F + δτI)Δθ ≤ 2d τ η² / (1 − β)
 
 √τ makes the step independent of the scale of the loss: η is a length per entry, as in Adam. Proposition 1 needs only
-block sums and variances inside blocks, so the d×d matrix is never formed:
+block sums and variances within blocks, so the d×d matrix is never formed:
 
     A_ij = E[u_i u_j] / √(s_i s_j)          λ_i = E[variance of g inside block i]          E = ½ E_β + ½ E_1
     τ = Σ_i ((s_i − 1) λ_i + A_ii) / d
     (F + δτI)⁻¹ g = (g − u_i/s_i) / (λ_i + δτ) + c_i,     c = S^-½ (A + δτI)⁻¹ S^-½ u
 
-The mean of a block goes through A and the rest of it through λ: Theorem 1 without a difference of large numbers. With
-momentum μ and weight decay w
+The mean of a block goes through A and the rest through λ. This is Theorem 1 without subtracting large numbers. With
+momentum μ and weight decay w:
 
     v ← μ v + √τ (F + δτI)⁻¹ g          θ ← θ − η (v + w θ)
 """
@@ -43,33 +43,33 @@ from blockmean.optim.optimizer import BlockMeanOptimizer, Work
 from blockmean.optim.passes import arithmetic, move_
 
 ADAPT = 1.5
-"""By how much `adapt_damping` raises or lowers the damping at a time."""
+"""The factor by which `adapt_damping` raises or lowers the damping."""
 
 DAMPING_RANGE = (1e-3, 1e6)
-"""Where `adapt_damping` keeps the damping."""
+"""The range in which `adapt_damping` keeps the damping."""
 
 
 class NaturalGradientBMA(BlockMeanOptimizer):
-    """Natural gradient descent that sees the scale of every block and the dependency between blocks.
+    """Natural gradient descent that accounts for the scale of every block and the dependency between blocks.
 
     Args:
-        params: parameters, (name, parameter) pairs, or dicts of groups, as for every optimizer of torch.
+        params: parameters, (name, parameter) pairs, or dicts of groups, as for any torch optimizer.
         lr: learning rate, a number or a tensor with one element: the length of a step per entry, as in Adam.  # η
         damping: δ, in units of the mean eigenvalue of F. With 0 the direction of the step does not change when blocks
             are rescaled, but a unit whose gradient is near zero takes a very long step: keep it above 0 in training.
             Large values turn the step into that of SGD.
         beta: decay of the average over recent steps.
-        momentum: of the steps, as in `torch.optim.SGD`.
-        partition: how parameters are cut into blocks, see `Partition.of`.
+        momentum: momentum of the steps, as in `torch.optim.SGD`.
+        partition: how to cut parameters into blocks, see `Partition.of`.
         coupling: which blocks share one matrix: "all", those of one "module", or "none".
-        adapt_damping: raise or lower the damping after each step with a closure (Levenberg and Marquardt), by comparing
-            the change of the loss with −½ gᵀΔθ, which a step to the minimum of a quadratic loss would give. The closure
-            is called a second time for that.
-        weight_decay: decoupled: F stays that of the loss.
+        adapt_damping: raise or lower the damping after each step with a closure (Levenberg-Marquardt). It compares the
+            change of the loss with −½ gᵀΔθ, the decrease that a step to the minimum of a quadratic loss would give, and
+            calls the closure a second time to do so.
+        weight_decay: decoupled, so F remains that of the loss.
         maximize: step uphill.
-        nonfinite: what a NaN or infinite gradient does: "raise" (before anything has changed) or "skip" the step.
+        nonfinite: what to do about a NaN or infinite gradient: "raise" (before anything changes) or "skip" the step.
 
-    Cost O(d + L³) per step; state O(L²) numbers, and d more with momentum.
+    Cost O(d + L³) per step; state O(L²) numbers, plus d with momentum.
 
     >>> model = torch.nn.Linear(3, 2)
     >>> optimizer = NaturalGradientBMA(model.parameters(), lr=1e-3)
@@ -135,7 +135,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             require(group["damping"] > 0, "damping", owner, "> 0 with adapt_damping=True", group["damping"])
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; with a closure and `adapt_damping`, adapt the damping to how the loss changed."""
+        """Take one step. With a closure and `adapt_damping`, adapt the damping to the change of the loss."""
         self._predicted = 0.0
         before = super().step(closure)
         if closure is not None and before is not None and self._predicted > 0:
@@ -156,10 +156,10 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         return state
 
     def block_sums(self, work: Work) -> Tensor:
-        """Rows Σ g, squares around the mean of each piece of a block, Σ (Σ g)²/s, and, where the change of the loss is
-        predicted, Σ g (μ v + w θ).
+        """Rows: Σ g; squared deviations from the mean of each piece of a block; (Σ g)²/s of the piece; and, to predict
+        the change of the loss, Σ g (μ v + w θ).
 
-        The second and third add up over pieces to the sum of squares, in a form that keeps the digits of a variance.
+        Summed over pieces, rows two and three give the sum of squares without losing digits of the variance.
         """
         group, columns = work.group, []
         buffers = work.moments["momentum_buffer"]
@@ -179,7 +179,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         return torch.cat(columns, 1)
 
     def solve(self, work: Work) -> tuple[Tensor, Tensor, Tensor]:
-        """The means of the blocks, 1 / (λ + δτ), and c, all times √τ but the means, (L,) each."""
+        """The means of the blocks, and √τ / (λ + δτ) and √τ c, (L,) each."""
         group, sizes = work.group, work.layout.sizes.to(work.sums, non_blocking=True)
         u, squares, between, carried = work.sums
         on = torch.ones_like(u, dtype=torch.bool) if work.present is None else work.present
@@ -198,7 +198,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             part["count"].add_(present)
             A = _principal(_matrix(sizes[blocks], part), work.present, blocks)
             inside = (part["variance"] / part["weight"] + part["total_variance"] / part["count"]) / 2
-            # A single entry has no variance; any λ gives the same step, and this one loses no digits.
+            # A single entry has no variance. Any λ gives the same step, and this one loses no digits.
             lam[blocks] = torch.where(present, torch.where(sizes[blocks] == 1, diagonal(A), inside), 0.0)
             trace += (diagonal(A) * present).sum()
             found.append((blocks, A))
@@ -248,7 +248,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
 
 
 def _matrix(sizes: Tensor, part: dict[str, Tensor]) -> Tensor:
-    """A of a component: the mean of both averages."""
+    """A of a component: the mean of the two averages."""
     recent = normalised(part["U"], (sizes * part["weight"]).sqrt(), keep_diagonal=True)
     return (recent + normalised(part["total"], (sizes * part["count"]).sqrt(), keep_diagonal=True)) / 2
 
@@ -271,7 +271,7 @@ def _number(loss: float | Tensor) -> float:
 
 
 def adapted(damping: float, ratio: float) -> float:
-    """The damping after a step that lowered the loss by `ratio` times what was predicted."""
+    """The damping after a step that lowered the loss by `ratio` times the predicted amount."""
     if not ratio >= 0.25:  # NaN too
         damping *= ADAPT
     elif ratio > 0.75:
@@ -280,7 +280,7 @@ def adapted(damping: float, ratio: float) -> float:
 
 
 def diagonal(A: Tensor) -> Tensor:
-    """The diagonal of a matrix, or of the diagonal matrix that a vector stands for, (L,)."""
+    """The diagonal of a matrix, or of the diagonal matrix that a vector represents, (L,)."""
     return A if A.ndim == 1 else A.diagonal()
 
 

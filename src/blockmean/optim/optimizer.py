@@ -1,4 +1,4 @@
-"""The base of all optimizers: groups, the step, statistics between blocks, checkpoints.
+"""The base class of all optimizers: groups, the step, statistics between blocks, checkpoints.
 
     collect      plain lists of local tensors: parameters, gradients, state
     block_sums   a small array, (rows, L), in float64; nothing changes
@@ -33,13 +33,13 @@ from blockmean.optim.statistics import State, arrange, check_places, gather, sca
 
 @dataclass
 class Work:
-    """What one parameter group does in a step: parallel lists over the pieces of its tensors, and then their sums."""
+    """One parameter group during a step: parallel lists over the pieces of its tensors, and their block sums."""
 
-    number: int  # of the group
+    number: int  # index of the group
     group: dict[str, Any]
     layout: Layout
     tensors: list[Tensor]  # all parameters of the group, each once
-    states: dict[int, State]  # of those that have a gradient, by their place among `tensors`
+    states: dict[int, State]  # of parameters with a gradient, by index in `tensors`
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor | None] = field(default_factory=list)  # None: only counts in a block that it shares with others
     moments: dict[str, list[Any]] = field(default_factory=dict)  # None where a state has no such entry
@@ -48,25 +48,25 @@ class Work:
     blocks: list[slice] = field(default_factory=list)
     sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L)
     present: Tensor | None = None  # which blocks take part, (L,); None: all
-    in_order: bool = True  # the blocks of all pieces, one after the other, are those of the group
-    plan: Any = None  # whatever a method wants to remember from one pass to the next
+    in_order: bool = True  # the blocks of all pieces, concatenated, are those of the group in order
+    plan: Any = None  # for the method's own use between the passes
 
     def per_block(self, values: Tensor) -> list[Tensor]:
-        """The numbers of every piece's own blocks."""
+        """Split numbers per block into those of every piece."""
         if self.in_order:
             return list(values.split([blocks.stop - blocks.start for blocks in self.blocks]))
         return [values[blocks] for blocks in self.blocks]
 
 
 class BlockMeanOptimizer(Optimizer):
-    """Parameter groups with blocks. Coupling never crosses groups: they behave like separate optimizers."""
+    """Parameter groups with blocks. Coupling never crosses groups; each behaves like a separate optimizer."""
 
     entry_state: ClassVar[tuple[str, ...]] = ()
     """State with one number per entry, in the dtype of the arithmetic."""
     optional_state: ClassVar[tuple[str, ...]] = ()
-    """Those of them that a state may lack."""
+    """Entries of `entry_state` that may be missing."""
     statistics_kept: ClassVar[Mapping[str, str]] = MappingProxyType({"U": "matrix"})
-    """Statistics between blocks: a "matrix", a "vector" or a "mask". `U` is always among them."""
+    """Statistics between blocks: a "matrix", a "vector" or a "mask". Always includes `U`."""
     leaves_plain: ClassVar[bool] = False
     """Whether tensors without proper blocks (norm gains, biases) take the diagonal step alone."""
     not_negative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
@@ -74,12 +74,12 @@ class BlockMeanOptimizer(Optimizer):
     choices: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
-        self.skipped_steps = 0  # steps left out because a gradient was not finite (nonfinite="skip")
-        self.diagonal_fallbacks = 0  # roots that could not be computed, so that the diagonal step was taken
+        self.skipped_steps = 0  # steps skipped because a gradient was not finite (nonfinite="skip")
+        self.diagonal_fallbacks = 0  # failed eigendecompositions, replaced by the diagonal step
         self._layouts: list[Layout] = []  # one per group
-        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # what the last step of a group did along its blocks
+        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # the last step of a group along its blocks
         self._partition: By | None = defaults.get("partition")
-        if callable(self._partition):  # groups and defaults hold plain values only, so that they can be saved
+        if callable(self._partition):  # groups and defaults must stay picklable
             defaults["partition"] = "custom"
         super().__init__([{"params": params}] if isinstance(params, nn.Module) else params, defaults)
 
@@ -90,15 +90,15 @@ class BlockMeanOptimizer(Optimizer):
         raise NotImplementedError
 
     def block_sums(self, work: Work) -> Tensor:
-        """Pass 1: (rows, blocks of all pieces, one after the other); row 0 sums the gradient. Changes nothing."""
+        """Pass 1: (rows, blocks of all pieces in order); row 0 sums the gradient. Changes nothing."""
         raise NotImplementedError
 
     def solve(self, work: Work) -> Any:
-        """Bring the statistics between blocks up to date, and return what `apply_` needs of them."""
+        """Update the statistics between blocks and return what `apply_` needs."""
         raise NotImplementedError
 
     def apply_(self, work: Work, solution: Any) -> None:
-        """Pass 2: move state and parameters."""
+        """Pass 2: update state and parameters."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- the step
@@ -123,7 +123,7 @@ class BlockMeanOptimizer(Optimizer):
 
     @_disable_dynamo
     def _step(self) -> None:
-        """Both passes over all groups. Not traced: the check for bad gradients branches on values."""
+        """Both passes over all groups. Not traced by torch.compile: the check for bad gradients branches on values."""
         works = [work for i in range(len(self.param_groups)) if (work := self.collect(i)) is not None]
         busy = [work for work in works if work.params]
         for work in busy:
@@ -143,7 +143,7 @@ class BlockMeanOptimizer(Optimizer):
             self.apply_(work, self.solve(work))
 
     def collect(self, number: int, at_rest: bool = False) -> Work | None:
-        """The lists of one group; None if no parameter has a gradient. At rest: all that have state, no gradients."""
+        """The lists of one group; None if no parameter has a gradient. `at_rest`: all that have state, no gradients."""
         group = self.param_groups[number]
         tensors = distinct(group)
         layout = self._layout(number, tensors)
@@ -155,7 +155,7 @@ class BlockMeanOptimizer(Optimizer):
         if not states:
             return None
         work = Work(number, group, layout, tensors, states, moments={key: [] for key in self.entry_state})
-        others: dict[int, State] = {}  # no gradient of their own, in blocks that have one
+        others: dict[int, State] = {}  # without a gradient, in blocks where another parameter has one
         if layout.is_shared and len(states) < len(tensors):
             touched = {layout.starts[i] for i in states if layout.counts[i]}
             others = {
@@ -194,14 +194,14 @@ class BlockMeanOptimizer(Optimizer):
         return work
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> State:
-        """Its state, or the one it would start with; handed over to `self.state` once all gradients are good."""
+        """The state of a parameter, or a new one, which `_step` stores once all gradients are known to be finite."""
         state: State = self.state.get(param, {})
         if "step" not in state:
             return {**state, **self.init_state(param, group)}
         if any(key not in state for key in self.entry_state if key not in self.optional_state):
             state = {**self.init_state(param, group), **state}  # somebody deleted a moment: it starts over
         held = [key for key in self.entry_state if key in state]
-        if any(state[key].dtype != param.dtype for key in held):  # half precision, or the model changed its dtype
+        if any(state[key].dtype != param.dtype for key in held):  # half precision, or the model changed dtype
             dtype = arithmetic(param.dtype)
             if any(state[key].dtype != dtype for key in held):
                 return {**state, **{key: state[key].to(dtype) for key in held}}
@@ -209,7 +209,7 @@ class BlockMeanOptimizer(Optimizer):
 
     def _refuse_gradients(self, work: Work, others: Mapping[int, State]) -> None:
         for i in work.states:
-            self._refuse_shard(work.tensors[i], i)  # a wrapper may have put it in the place of a parameter
+            self._refuse_shard(work.tensors[i], i)  # a wrapper may have replaced a parameter with one
             grad = work.tensors[i].grad
             if grad is not None and grad.layout != torch.strided:
                 name = shown_names(work.group)[i]
@@ -226,7 +226,7 @@ class BlockMeanOptimizer(Optimizer):
     def statistics(
         self, work: Work, names: Sequence[str], initial: float = 0.0, keep: bool = True
     ) -> Iterator[tuple[Component, dict[str, Tensor]]]:
-        """The named statistics of every component that takes part, to be changed in place; all diagonals are one.
+        """Yield the named statistics of every component that takes part; changes in place are stored afterwards.
 
         Blocks that are new start with the diagonal of U and the energy of H = `initial` I, and with 0 in all else.
         What is not named is not kept up, and is dropped. With `keep=False` nothing changes.
@@ -245,17 +245,17 @@ class BlockMeanOptimizer(Optimizer):
                         del state[name]
 
     def count_fallback(self, num_blocks: int) -> None:
-        """Note that an eigendecomposition failed; the first one is said."""
+        """Count a failed eigendecomposition; warn about the first."""
         if not self.diagonal_fallbacks:
             warnings.warn(
                 f"{type(self).__name__}: an eigendecomposition of {num_blocks} blocks failed twice; the diagonal step "
-                "is taken instead. `diagonal_fallbacks` counts how often. A smaller lr usually helps.",
+                "is taken instead. `diagonal_fallbacks` counts these steps. A smaller lr usually helps.",
                 stacklevel=6,
             )
         self.diagonal_fallbacks += 1
 
     def matrices(self, work: Work) -> Iterator[tuple[Component, Tensor]]:
-        """A of every component at rest, for `block_statistics`."""
+        """A of every component, outside a step, for `block_statistics`."""
         raise NotImplementedError
 
     def measures_diagonal(self, group: dict[str, Any]) -> bool:
@@ -264,9 +264,9 @@ class BlockMeanOptimizer(Optimizer):
 
     @torch.no_grad()
     def block_statistics(self) -> list[BlockStatistics]:
-        """What the optimizer knows of the dependency between blocks: one entry per parameter group and matrix.
+        """What the optimizer knows about the dependency between blocks: one entry per parameter group and matrix.
 
-        Costs one pass over the state and the eigenvalues of every A; nothing is computed unless it is called.
+        Costs one pass over the state and the eigenvalues of every A, and only when called.
         """
         found = []
         for number in range(len(self.param_groups)):
@@ -309,7 +309,7 @@ class BlockMeanOptimizer(Optimizer):
         self.check_kinds(group)
 
     def check_kinds(self, group: dict[str, Any]) -> None:
-        """Raise if an option is of a kind no step can take. Ranges may be anything: torch's schedules leave them."""
+        """Raise if no step can use an option. Ranges are not checked: torch's schedules exceed them."""
         owner = type(self).__name__
         for name in self.switches:
             require(isinstance(group[name], bool), name, owner, "True or False", group[name], TypeError)
@@ -331,7 +331,7 @@ class BlockMeanOptimizer(Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, or a module, with its own partition, coupling and other options if wanted."""
+        """Add a group of parameters, or a module, optionally with its own partition, coupling and other options."""
         outputs: dict[Tensor, int | Tensor] = {}
         if isinstance(param_group, dict) and isinstance(param_group.get("params"), nn.Module):
             outputs = outputs_of(param_group["params"])
@@ -361,21 +361,21 @@ class BlockMeanOptimizer(Optimizer):
             if getattr(param, "_fsdp_flattened", False):
                 raise ValueError(
                     f"{owner} cannot see the blocks of parameters that FullyShardedDataParallel has flattened: "
-                    f"parameter {i} is such a one. Use DistributedDataParallel, which keeps their shapes."
+                    f"parameter {i} is one. Use DistributedDataParallel, which keeps their shapes."
                 )
             self._refuse_shard(param, i)
 
     def _refuse_shard(self, param: Tensor, i: int) -> None:
         if hasattr(param, "device_mesh"):
             raise ValueError(
-                f"{type(self).__name__} does not take sharded parameters (DTensor) yet: the sums over its blocks would "
-                f"be those of one shard. Parameter {i} is one. Use DistributedDataParallel."
+                f"{type(self).__name__} does not take sharded parameters (DTensor) yet: block sums would cover only "
+                f"one shard. Parameter {i} is one. Use DistributedDataParallel."
             )
 
     def _make_layout(
         self, group: dict[str, Any], tensors: list[Tensor], by: By, outputs: Sequence[int | Tensor]
     ) -> Layout:
-        """The blocks of a group. The full matrix is that of single entries, all coupled."""
+        """The blocks of a group. Without 'partition' and 'coupling' (AdaGradFull): single entries, all coupled."""
         owner, names = type(self).__name__, given_names(group)
         if by == "custom":
             raise ValueError(
@@ -410,11 +410,11 @@ class BlockMeanOptimizer(Optimizer):
         layout.ids = [id(param) for param in tensors]
 
     def decompositions(self, group: dict[str, Any]) -> float:
-        """How many matrices between all blocks a step decomposes on average."""
+        """Eigendecompositions per step and matrix, on average."""
         return 1 / group.get("refresh_every", 1) if group.get("correction", True) else 0.0
 
     def _layout(self, number: int, tensors: list[Tensor]) -> Layout:
-        """The layout of a group, made again where parameters or options have changed since."""
+        """The layout of a group, rebuilt if parameters or options have changed."""
         group, layout = self.param_groups[number], self._layouts[number]
         wanted = group.get("partition", "element"), group.get("coupling", "all")
         same = layout.shapes == [param.shape for param in tensors] and (layout.partition, layout.coupling) == wanted
@@ -423,7 +423,7 @@ class BlockMeanOptimizer(Optimizer):
         if len(tensors) != len(layout.shapes):
             raise ValueError(
                 f"A parameter group of {type(self).__name__} had {len(layout.tensors)} parameters when added, and "
-                f"has {len(tensors)} now. Add further ones with add_param_group."
+                f"has {len(tensors)} now. Add new parameters with add_param_group."
             )
         self.check_kinds(group)
         self._refuse_parameters(group)
@@ -451,7 +451,7 @@ class BlockMeanOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch puts it there; it is no option of ours
+        self.defaults.pop("differentiable", None)  # torch adds it; we have no such option
         self.__dict__.setdefault("_partition", None)
         self._last = {}
         for param in (param for group in self.param_groups for param in group["params"]):
@@ -463,12 +463,12 @@ class BlockMeanOptimizer(Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, bit by bit; raises where the checkpoint has another partition.
+        """Load the result of `state_dict` bit by bit; raise if the checkpoint has another partition.
 
         torch casts every state tensor but "step" to the dtype of its parameter. Here moments get the dtype of the
-        arithmetic, statistics between blocks stay float64, and all are copied, so that training never changes the
-        loaded dict. States loaded by name, in another order of parameters, are put in order. Options that the dict
-        lacks stay as they are.
+        arithmetic and statistics between blocks stay float64. Everything is copied, so training never changes the
+        loaded dict. States loaded by name, in a different order of parameters, are reordered. Options missing from the
+        dict keep their current values.
         """
         incoming: dict[str, Any] = {}
         layouts: list[Layout] = []
@@ -494,7 +494,7 @@ class BlockMeanOptimizer(Optimizer):
                 arrange(layouts[number], states, self.statistics_kept)
                 layouts[number].ids = [id(param) for param in distinct(group)]
 
-        # After the user's hooks that change the dict, and before those that look at the result.
+        # After the user's hooks that modify the dict, and before those that inspect the result.
         handles = [
             self.register_load_state_dict_pre_hook(complete),
             self.register_load_state_dict_post_hook(adopt, prepend=True),
@@ -506,7 +506,7 @@ class BlockMeanOptimizer(Optimizer):
                 handle.remove()
 
     def _adopted(self, param: Tensor, name: str, value: Tensor) -> Tensor:
-        """A copy of a loaded tensor, in the dtype and on the device that a step wants it."""
+        """A copy of a loaded tensor, with the dtype and device that a step expects."""
         value = value.detach()
         if name == "step":
             return value.to("cpu", torch.float32, copy=True)
@@ -517,7 +517,7 @@ class BlockMeanOptimizer(Optimizer):
         return value.to("cpu" if name in ("blocks", *self.statistics_kept) else param.device, copy=True)
 
     def _completed(self, number: int, saved: dict[str, Any]) -> dict[str, Any]:
-        """A saved group with all options, once it is known to fit."""
+        """A saved group with missing options filled in; raise if it does not fit."""
         group, owner = self.param_groups[number], type(self).__name__
         full = {**{key: value for key, value in group.items() if key != "params"}, **saved}
         # How a step is computed, and what its partition is called here: neither is part of the training.
@@ -530,13 +530,13 @@ class BlockMeanOptimizer(Optimizer):
                 raise ValueError(_FROM_BEFORE.format(owner))
             raise ValueError(
                 f"The checkpoint was made with another partition of parameter group {number}: it has {full['blocks']}, "
-                f"this optimizer {group['blocks']}. Construct {owner} with the partition that was used then, or start "
-                "with fresh state."
+                f"this optimizer {group['blocks']}. Construct {owner} with that partition, or start with fresh "
+                "state."
             )
         return full
 
     def _check_checkpoint(self, number: int, group: dict[str, Any], saved: Mapping[Any, State]) -> Layout:
-        """The layout of a group that is about to be loaded; raises where its states do not fit."""
+        """The layout for a group about to be loaded; raise if its states do not fit."""
         owner, current = type(self).__name__, self.param_groups[number]
         places = {key: i for i, key in enumerate(dict.fromkeys(group["params"]))}
         tensors = distinct(current)
@@ -560,7 +560,7 @@ class BlockMeanOptimizer(Optimizer):
         layout = self._layouts[number]
         if group.get("coupling", "all") != layout.coupling:
             layout = layout.coupled(group["coupling"], owner)
-        remedy = f"Construct {owner} with the model that was used then, or delete 'U' from the saved states."
+        remedy = f"Construct {owner} with the model it was saved from, or delete 'U' from the saved states."
         check_places(layout, states, shown_names(current), remedy)
         return layout
 
@@ -577,7 +577,7 @@ def distinct(group: dict[str, Any]) -> list[Tensor]:
 
 
 def given_names(group: dict[str, Any]) -> list[str]:
-    """The names of the distinct parameters of a group, '' where there are none."""
+    """The names of the distinct parameters of a group, '' if unnamed."""
     return list(dict(zip(group["params"], group.get("param_names", [""] * len(group["params"])), strict=True)).values())
 
 
@@ -590,18 +590,18 @@ def shown_names(group: dict[str, Any]) -> list[str]:
 
 
 def finite_blocks(sums: Tensor) -> Tensor:
-    """Which blocks have finite sums, and sums of the gradient whose squares U can take, (L,)."""
+    """Which blocks have finite sums, and gradient sums whose squares do not overflow in U, (L,)."""
     return sums.isfinite().all(0) & sums[0].square().isfinite()
 
 
 def _all_finite(works: list[Work]) -> bool:
-    """Whether every sum of every group is finite: the one time that a step waits for an accelerator."""
+    """Whether every sum of every group is finite. Only here does a step wait for an accelerator."""
     flags = [finite_blocks(work.sums).all() for work in works]
     return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()) if flags else True
 
 
 def assemble(work: Work, columns: Tensor) -> Tensor:
-    """(rows, L): the sums of every piece at its blocks. Pieces that share blocks add up."""
+    """(rows, L): the sums of every piece, placed at its blocks. Pieces that share blocks add up."""
     if work.in_order:
         return columns
     sums = columns.new_zeros(len(columns), work.layout.num_blocks)
@@ -620,4 +620,4 @@ def _describe_nonfinite(work: Work) -> str:
     else:
         i = int((~finite_blocks(work.sums)).nonzero()[0])
         found = f"The sums over block {work.layout.names[i]} overflow, though every gradient is finite"
-    return f"{found}. Nothing was changed. nonfinite='skip' leaves such steps out and counts them."
+    return f"{found}. Nothing was changed. nonfinite='skip' skips such steps and counts them."

@@ -1,11 +1,11 @@
-"""The two passes of a step over lists of tensors: block sums, which change nothing, and the update.
+"""The two passes of a step over lists of tensors: block sums, which only read, and the update.
 
-Each exists twice, tensor by tensor and with torch's `_foreach_*` operations; `choose` says which one serves. Between
-them lies one small array: a row per kind of sum, a column per block.
+Each pass exists twice, tensor by tensor and with torch's `_foreach_*` operations; `choose` picks one. The first pass
+hands over one small array, with a row per kind of sum and a column per block:
 
     rows of "paper"        u = Σ g,  Σ z
     rows of "consistent"   u,  Σ z,  Σ w g
-    rows of "weighted"     u,  Σ g²,  Σ ζ²,  Σ w m̂,   and for a cap the squared lengths of the diagonal step and of w
+    rows of "weighted"     u,  Σ g²,  Σ ζ²,  Σ w m̂,   and with a cap the squared lengths of the diagonal step and of w
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from blockmean.blocks import TensorBlocks, spread_blocks, sum_blocks
 from blockmean.optim.forms import Rule
 
 FOREACH_ENTRIES = 2**22
-"""Entries that the foreach passes work on at a time: their temporary lists are as long."""
+"""Entries that the foreach passes process at a time, which bounds their temporary lists."""
 
 FOREACH_ON_CPU = 2**14
-"""Mean entries of a tensor up to which foreach is the faster choice on a CPU (benchmarks/step_cost.py)."""
+"""Mean entries per tensor up to which foreach is faster on a CPU (benchmarks/step_cost.py)."""
 
 
 class Tensors(NamedTuple):
-    """What both passes take: the tensors that take part in a step, as parallel lists."""
+    """The input of both passes: the tensors that take part in a step, as parallel lists."""
 
     params: list[Tensor]
-    grads: list[Tensor | None]  # None: no gradient; the entries only count for the scale of a block they share
-    first: list[Tensor]  # first moments; the gradient itself where there are none
+    grads: list[Tensor | None]  # None: no gradient; the entries only contribute to the scale of a shared block
+    first: list[Tensor]  # first moments; the gradient itself if there are none
     second: list[Tensor]  # second moments: sums or averages of squares
     steps: list[int]  # this step included
     cuts: list[TensorBlocks]
 
     def parts(self) -> Iterator[tuple[int, Tensors]]:
-        """Runs of tensors of one dtype with at most `FOREACH_ENTRIES` entries, each with its place in the lists."""
+        """Runs of tensors of one dtype with at most `FOREACH_ENTRIES` entries, each with its start index."""
         start = size = 0
         for i, param in enumerate(self.params):
             if i > start and (size + param.numel() > FOREACH_ENTRIES or param.dtype != self.params[start].dtype):
@@ -49,13 +49,13 @@ class Tensors(NamedTuple):
             yield start, self.part(slice(start, None))
 
     def part(self, run: slice) -> Tensors:
-        """A run of the lists."""
+        """A slice of all lists."""
         lists: Any = (values[run] for values in self)
         return Tensors(*lists)
 
 
 def choose(tensors: Tensors, foreach: bool | None) -> Any:
-    """The implementation of both passes, as torch chooses: foreach where the device gains from it, unless told."""
+    """The implementation of both passes. None chooses as torch does: foreach on devices where it is faster."""
     if any(grad is None for grad in tensors.grads):
         return REFERENCE
     if foreach is None:
@@ -68,12 +68,12 @@ def choose(tensors: Tensors, foreach: bool | None) -> Any:
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of state and arithmetic: that of the parameter, but float32 at least."""
+    """The dtype of state and arithmetic: that of the parameter, but at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def effective_grad(param: Tensor, grad: Tensor, rule: Rule) -> Tensor:
-    """The gradient that the method sees; `grad` itself is never changed."""
+    """The gradient after sign and weight decay; never modifies `grad`."""
     g = grad.to(arithmetic(param.dtype))
     if rule.maximize:
         g = -g
@@ -83,19 +83,19 @@ def effective_grad(param: Tensor, grad: Tensor, rule: Rule) -> Tensor:
 
 
 def debiased(rule: Rule, step: int) -> tuple[float, float]:
-    """What m̂ is in units of m, and r̂ in units of r."""
+    """The factors m̂ / m and r̂ / r."""
     if rule.betas is None or step == 0:
         return 1.0, 1.0
     return 1 / (1 - rule.betas[0] ** step), 1 / (1 - rule.betas[1] ** step)
 
 
 def rate_of(rule: Rule, step: int) -> float:
-    """AdaGrad's learning rate η / (1 + (t − 1) decay); without decay η."""
+    """AdaGrad's learning rate η / (1 + (t − 1) decay), which is η without decay."""
     return rule.lr / (1 + (step - 1) * rule.lr_decay)
 
 
 def vanishes(rule: Rule, dtype: torch.dtype) -> bool:
-    """Whether z can be 0: ε is, or is too small for the dtype. Then z is made infinite, and nothing moves."""
+    """Whether z can be 0, because ε is 0 or underflows in the dtype. The passes then set z to infinity: no step."""
     return rule.eps < torch.finfo(dtype).tiny
 
 
@@ -103,7 +103,7 @@ def vanishes(rule: Rule, dtype: torch.dtype) -> bool:
 
 
 def reference_sums(rule: Rule, tensors: Tensors) -> Tensor:
-    """Pass 1: the rows named above for the blocks of every tensor, one after the other, in float64."""
+    """Pass 1: the rows listed above, for the blocks of all tensors in order, in float64."""
     columns = []
     for i, (param, grad, r, step, cut) in enumerate(
         zip(tensors.params, tensors.grads, tensors.second, tensors.steps, tensors.cuts, strict=True)
@@ -114,7 +114,7 @@ def reference_sums(rule: Rule, tensors: Tensors) -> Tensor:
 
 
 def _sums(rule: Rule, g: Tensor | None, m: Tensor | None, r: Tensor, step: int, cut: TensorBlocks) -> list[Tensor]:
-    """The sums over the blocks of one tensor; without a gradient only what the accumulated squares say."""
+    """The sums over the blocks of one tensor; without a gradient, only those of the accumulated squares."""
     u = nothing = r.new_zeros(cut.count)
     if g is not None:
         u = cut.sum(g)
@@ -145,7 +145,7 @@ def _sums(rule: Rule, g: Tensor | None, m: Tensor | None, r: Tensor, step: int, 
 
 
 def _scales(rule: Rule, r: Tensor, gain_r: float, with_zeta: bool) -> tuple[Tensor | None, Tensor]:
-    """ζ, if asked for, and z."""
+    """ζ, if `with_zeta` or free, and z."""
     if rule.betas is None:
         return (r.sqrt() if with_zeta else None), (r + rule.eps).sqrt_()
     zeta = r.sqrt().mul_(gain_r**0.5)
@@ -153,7 +153,7 @@ def _scales(rule: Rule, r: Tensor, gain_r: float, with_zeta: bool) -> tuple[Tens
 
 
 def reference_apply_(rule: Rule, tensors: Tensors, c: list[Tensor], kappa: list[Tensor]) -> None:
-    """Pass 2: moments, then θ ← θ − η (κ m̂/z + w c), c and κ one number per block of each tensor; empty is 0 and 1."""
+    """Pass 2: update moments, then θ ← θ − η (κ m̂/z + w c). Empty lists stand for c = 0 and κ = 1."""
     for i, (param, grad, r, step, cut) in enumerate(
         zip(tensors.params, tensors.grads, tensors.second, tensors.steps, tensors.cuts, strict=True)
     ):
@@ -191,7 +191,7 @@ def move_(param: Tensor, delta: Tensor, rate: float) -> None:
         param.copy_(param.to(delta.dtype).add_(delta, alpha=-rate))
 
 
-# ---------------------------------------------------------------- whole lists at a time
+# ---------------------------------------------------------------- whole lists at once
 
 
 def foreach_sums(rule: Rule, tensors: Tensors) -> Tensor:
@@ -236,7 +236,7 @@ def _foreach_part_sums(rule: Rule, part: Tensors) -> Tensor:
 
 
 def _per_block(values: tuple[float, ...], part: Tensors, like: Tensor) -> float | Tensor:
-    """One number per tensor, ready to multiply numbers per block; tensors seldom differ in the number of steps."""
+    """One number per tensor, repeated for each of its blocks; a float in the usual case that all are equal."""
     if len(set(values)) == 1:
         return values[0]
     counts = torch.tensor([cut.count for cut in part.cuts])

@@ -1,4 +1,4 @@
-"""Statistics between blocks: matrices of components in a step, rows of these matrices in the state of each parameter.
+"""Statistics between blocks: one matrix per component during a step, stored as rows in the state of each parameter.
 
 A parameter keeps the rows of its own blocks, with the columns in the order of its component. So every way of saving and
 loading state works, parameter by parameter, and nothing is lost with a parameter that is frozen or dropped. What tells
@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 
 def taking_part(layout: Layout, states: Mapping[int, State], device: torch.device) -> Iterator[Component]:
-    """Every component with a tensor among `states`; with coupling "none" one component of all of them."""
+    """Every component with a tensor in `states`; with coupling "none" they are merged into one."""
     active = [component for component in layout.components if any(i in states for i in component.members)]
     if not layout.is_diagonal or len(active) < 2:
         yield from active
@@ -39,9 +39,9 @@ def gather(
     initial: float,
     like: Tensor,
 ) -> dict[str, Tensor]:
-    """The named statistics of a component from the rows in `held`, as new tensors.
+    """The named statistics of a component, assembled from the rows in `held` into new tensors.
 
-    Blocks that nobody holds start with the diagonal of U and the energy of H = `initial` I, and with 0 in all else.
+    Blocks without stored rows start with the diagonal of U and the energy that H = `initial` I gives, and 0 elsewhere.
     """
     holders = {layout.starts[i]: i for i in component.members}
     holders.update({layout.starts[i]: i for i in reversed(component.members) if i in held})
@@ -63,7 +63,7 @@ def gather(
             new = slice(first, first + layout.counts[i])
             first = new.stop
             if i not in held:
-                values[..., new] = 0  # a row that is gone takes its column with it
+                values[..., new] = 0  # if a row is missing, drop its column too
                 if initial and name in ("U", "energy"):
                     diagonal = values if values.ndim == 1 else values.diagonal()
                     diagonal[new] = initial * layout.sizes[start : start + layout.counts[i]].to(like)
@@ -77,7 +77,7 @@ def scatter(
     held: Mapping[int, State],
     states: Mapping[int, State],
 ) -> None:
-    """Give every parameter its rows: in place if it has them, else as new tensors to those among `states`."""
+    """Write the rows back to every parameter: in place if it has them, else as new tensors for those in `states`."""
     counts = {layout.starts[i]: layout.counts[i] for i in component.members}
     taking = {i: held[i] if i in held else states[i] for i in component.members if i in held or i in states}
     for name, values in gathered.items():
@@ -107,12 +107,12 @@ def check_places(layout: Layout, states: Mapping[int, State], names: Sequence[st
         if len(matrices) > 1 or strangers or unclear or kind:
             raise ValueError(
                 f"The blocks of {', '.join(names[i] for i in members)} were coupled with others when their statistics "
-                f"began than they are with coupling={layout.coupling!r} here. {remedy}"
+                f"began; coupling={layout.coupling!r} here couples them differently. {remedy}"
             )
 
 
 def arrange(layout: Layout, states: Mapping[int, State], kinds: Mapping[str, str]) -> None:
-    """Bring the columns of rows that were gathered in another order of blocks into the order of this layout."""
+    """Reorder the columns of rows that were collected in a different order of blocks."""
     for component in layout.components:
         held = {i: states[i] for i in component.members if {"U", "blocks"} <= states.get(i, {}).keys()}
         where = torch.full((component.blocks.stop - component.blocks.start,), -1, device="cpu")
@@ -127,7 +127,7 @@ def arrange(layout: Layout, states: Mapping[int, State], kinds: Mapping[str, str
 
 
 def _with_columns(rows: Tensor, where: Tensor) -> Tensor:
-    """Rows with their columns taken from the given places; 0 for a place of −1."""
+    """Rows with their columns taken from the given indices; an index of −1 gives 0."""
     if torch.equal(where, torch.arange(rows.shape[1], device="cpu")):
         return rows
     index, gone = where.clamp(min=0).to(rows.device), (where < 0).to(rows.device)
@@ -135,5 +135,5 @@ def _with_columns(rows: Tensor, where: Tensor) -> Tensor:
 
 
 def without_gaps(state: State) -> State:
-    """A state without the empty dicts that torch.distributed.checkpoint puts where nothing was saved."""
+    """A state without the empty dicts that torch.distributed.checkpoint inserts for missing values."""
     return {key: value for key, value in state.items() if not (isinstance(value, dict) and not value)}
