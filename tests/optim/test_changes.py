@@ -83,7 +83,10 @@ def test_another_coupling_is_refused_also_where_each_matrix_has_one_tensor(befor
     if same:
         optimizer.step()
     else:
-        with pytest.raises(ValueError, match=f"were coupled with others .* coupling='{after}' here. Delete 'U'"):
+        with pytest.raises(
+            ValueError,
+            match=f"were coupled with others .* coupling='{after}' here couples them differently. Delete 'U'",
+        ):
             optimizer.step()
         assert_same(snapshot(optimizer), before_step)
 
