@@ -289,6 +289,7 @@ def test_progress_counts_the_steps_of_records_and_of_runs_that_diverge(tmp_path)
 
 
 INTERRUPTED = """
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -296,6 +297,7 @@ from blockmean.lab.records import run_all
 from blockmean.lab.spec import RunSpec
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
     spec = RunSpec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50)
     for record in run_all([spec, replace(spec, steps=1_000_000)], Path(sys.argv[1])):
         print("finished", record["spec"]["steps"], flush=True)

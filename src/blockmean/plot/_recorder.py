@@ -63,7 +63,7 @@ class CouplingRecorder:
     ...         layer(torch.ones(4)).sum().backward()
     ...         optimizer.step()
     >>> [(record["names"], record["steps"]) for record in recorder.history]
-    [(['weight[0]', 'weight[1]', 'bias'], [2, 4, 6])]
+    [(['weight[0]', 'weight[1]'], [2, 4, 6])]
     """
 
     def __init__(
