@@ -343,7 +343,7 @@ def test_train_looks_for_the_data_before_it_draws_a_bar(tmp_path: Path, monkeypa
     result = run(cli.app, ["train", "--dataset", "mnist", "--out", str(out)], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert "mnist is not here" in result.output
-    assert "0/" not in result.output
+    assert not re.search(r"\b0/\d", result.output)  # a bar counts steps; a folder may be called gw0
     assert not out.exists()
 
 
