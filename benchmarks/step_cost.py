@@ -33,10 +33,18 @@ FAMILIES: dict[str, dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
         "torch AdamW": torch.optim.AdamW,
         "torch AdamW, fused": lambda params: torch.optim.AdamW(params, fused=True),
         "AdamBMA, correction=False": lambda params: AdamBMA(params, correction=False),
+        "torch AdamW, foreach": lambda params: torch.optim.AdamW(params, foreach=True),
         "AdamBMA": AdamBMA,
+        "AdamBMA, foreach=False": lambda params: AdamBMA(params, foreach=False),
+        "AdamBMA, foreach=True": lambda params: AdamBMA(params, foreach=True),
         "AdamBMA, module": lambda params: AdamBMA(params, coupling="module"),
     },
 }
+
+
+def wide() -> nn.Module:
+    """Twelve million parameters in 24 tensors: more than a cache holds."""
+    return nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(12)))
 
 
 def stepper(make: Callable[[Any], torch.optim.Optimizer], model: nn.Module) -> Callable[[], object]:
@@ -55,8 +63,8 @@ def main() -> None:
     options = parser.parse_args()
     use_threads(1)
     rows = []
-    for model_name in ("small", "mlp", "large"):
-        model = MODELS[model_name]((1, 28, 28))
+    for model_name in ("small", "mlp", "large", "wide"):
+        model = wide() if model_name == "wide" else MODELS[model_name]((1, 28, 28))
         d, tensors = sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
         for yardstick, makers in FAMILIES.items():
             samples = interleaved({name: stepper(make, model) for name, make in makers.items()}, options.repetitions)
