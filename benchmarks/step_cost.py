@@ -37,9 +37,17 @@ FAMILIES: dict[str, dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
         "AdamBMA": AdamBMA,
         "AdamBMA, foreach=False": lambda params: AdamBMA(params, foreach=False),
         "AdamBMA, foreach=True": lambda params: AdamBMA(params, foreach=True),
+        "AdamBMA, whole tensors": lambda params: whole_tensors(AdamBMA(params, foreach=False)),
         "AdamBMA, module": lambda params: AdamBMA(params, coupling="module"),
     },
 }
+
+
+def whole_tensors(optimizer: AdamBMA) -> AdamBMA:
+    """The same step without cutting large tensors into pieces."""
+    for layout in optimizer._layouts:
+        layout.__dict__["split"] = layout.whole
+    return optimizer
 
 
 def wide() -> nn.Module:
