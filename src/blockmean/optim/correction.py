@@ -129,6 +129,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         """c and κ, one number each per block, (L,). None without a correction; κ is None if it is 1 everywhere."""
         rule, u = work.plan[0].rule, work.sums[0]
         form = rule.form
+        keeps_trace = form.keeps_trace and rule.cap is None  # a cap bounds the whole correction, and so has λ = 1
         if not form.corrects:  # or nothing that is corrected has a gradient
             self._last.pop(work.number, None)
             return None
@@ -151,13 +152,13 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             if root is None:
                 continue
             change[blocks] = times(root, common[blocks])
-            if form.keeps_trace and rule.cap is None:  # a cap bounds the whole correction, and so has λ = 1
+            if keeps_trace:
                 kappa[blocks] = balance(part["U"], own, work.layout.sizes[blocks].to(own, non_blocking=True))
         self._last[work.number] = (common, change)
         c = scale * (change + (1 - kappa) * common)
         if rule.cap is not None:
             c = capped(c, work.sums[4], work.sums[5], rule.cap)
-        return c, kappa if form.keeps_trace else None
+        return c, kappa if keeps_trace else None
 
     def _measures(self, work: Work, form: Form) -> tuple[Tensor, Tensor]:
         """The current n of every block (0: the block sits out), and the scale of the form, (L,)."""
