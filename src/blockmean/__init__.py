@@ -2,7 +2,7 @@
 
     partition.py   which entries form a block; block sums and expansion
     matrix.py      BlockMean: Λ̄ + B̄, its inverse, roots and any other function at the cost of an L×L matrix
-    optim/         AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA: drop-in for torch.optim, one per file
+    optim/         Anova, AdamBMA, AdaGradBMA, AdaGradFull, NaturalGradientBMA: drop-in for torch.optim, one per file
                    diagnose: will the correction matter here?
     curvature/     Fisher, Gauss-Newton and Hessian matrices of a model on data, as BlockMean, never d×d
     plot/          pictures of matrices and their blocks (needs the `lab` extra)
@@ -12,13 +12,14 @@ After Lu, Harandi, Hartley and Pascanu, "Block Mean Approximation for Efficient 
 
 from blockmean import curvature, plot
 from blockmean.matrix import BlockMean
-from blockmean.optim import AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA, diagnose
+from blockmean.optim import AdaGradBMA, AdaGradFull, AdamBMA, Anova, NaturalGradientBMA, diagnose
 from blockmean.partition import Partition
 
 __all__ = [
     "AdaGradBMA",
     "AdaGradFull",
     "AdamBMA",
+    "Anova",
     "BlockMean",
     "NaturalGradientBMA",
     "Partition",

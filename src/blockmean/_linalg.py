@@ -198,3 +198,26 @@ class _SymmetricFunction(torch.autograd.Function):
         w, Q = ctx.saved_tensors
         K = divided_difference(ctx.f, w)
         return Q @ (K * (Q.mT @ grad @ Q)) @ Q.mT, None, None, None
+
+
+INERTIA = 1e-3
+"""How much of the old columns `followed` adds to the new ones, of unit length: it keeps parallel columns apart."""
+
+CLOSEST = 1e-5
+"""Smallest diagonal entry of the Cholesky factor of unit columns that `followed` trusts."""
+
+
+def followed(V: Tensor, Y: Tensor) -> Tensor:
+    """Orthonormal columns that span what those of Y span, one by one; V itself where Y says too little.
+
+    Cholesky-QR in float64 of a batch of tall matrices, (…, n, k). V must be orthonormal.
+    """
+    if V.shape[-1] == 0:
+        return V
+    Z = Y.double()
+    length = torch.linalg.vector_norm(Z, dim=-2, keepdim=True)
+    Z = (Z / length.clamp_(min=torch.finfo(Z.dtype).tiny)).add_(V, alpha=INERTIA)
+    factor, failed = torch.linalg.cholesky_ex(Z.mT @ Z)
+    new = torch.linalg.solve_triangular(factor, Z.mT, upper=False).mT.to(V.dtype)
+    good = (factor.diagonal(dim1=-2, dim2=-1).amin(-1) > CLOSEST) & (failed == 0)
+    return torch.where(good[..., None, None], new, V)

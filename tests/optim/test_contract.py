@@ -58,7 +58,8 @@ def test_parameters_come_in_every_form_torch_takes(case):
 def test_all_options_have_defaults_and_those_of_torch_go_by_position_as_there(case):
     parameters = list(inspect.signature(case.cls).parameters.values())
     by_position = [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-    theirs = {"AdamBMA": torch.optim.AdamW, "NaturalGradientBMA": torch.optim.SGD}.get(case.owner, torch.optim.Adagrad)
+    adam, sgd = torch.optim.AdamW, torch.optim.SGD
+    theirs = {"AdamBMA": adam, "Anova": adam, "NaturalGradientBMA": sgd}.get(case.owner, torch.optim.Adagrad)
     assert by_position == list(inspect.signature(theirs).parameters)[: len(by_position)]
     assert by_position[:2] == ["params", "lr"]
     assert all(p.default is not inspect.Parameter.empty for p in parameters[1:])

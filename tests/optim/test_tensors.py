@@ -81,8 +81,10 @@ def test_a_model_may_change_its_dtype_between_steps(case):
     train(reference, plain, 4)
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         assert param.dtype == torch.float64
-        # float32 rounding of two steps, multiplied by at most floor^-½ = 100 in the full matrix
-        torch.testing.assert_close(param.detach().float(), expected.detach(), rtol=0, atol=2e-5)
+        # float32 rounding of two steps, multiplied by at most floor^-½ = 100 in the full matrix; with a mean for every
+        # class, the sum of their gradients is pure rounding error, and takes up to a sixteenth of a step of 0.05
+        atol = 0.05 / 16 if case.id == "anova-all_units" else 2e-5
+        torch.testing.assert_close(param.detach().float(), expected.detach(), rtol=0, atol=atol)
 
 
 # -------------------------------------------------------------------- strides and shapes

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from blockmean import AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA
+from blockmean import AdaGradBMA, AdaGradFull, AdamBMA, Anova, NaturalGradientBMA
 
 
 def stripes(name, tensor):
@@ -49,7 +49,7 @@ class Case:
     @property
     def decomposes(self):
         """Whether a step includes an eigendecomposition."""
-        return self.option("coupling", "all") != "none" and self.option("correction", True)
+        return self.cls is not Anova and self.option("coupling", "all") != "none" and self.option("correction", True)
 
     @property
     def averages(self):
@@ -100,6 +100,11 @@ CASES = [
         AdamBMA,
         {"coupling": "module", "refresh_every": 3, "correction_cap": 0.5, "betas": (0.8, 0.9), "weight_decay": 0.1},
     ),
+    Case("anova", Anova, {"means": 2}),
+    Case("anova-auto", Anova),
+    Case("anova-diagonal", Anova, {"means": 0, "weight_decay": 0.1}),
+    Case("anova-one_side", Anova, {"means": (0, 2), "refresh_every": 2, "mean_beta": 0.8}),
+    Case("anova-all_units", Anova, {"means": (8, 2), "betas": (0.8, 0.9), "refresh_every": 1, "weight_decay": 0.1}),
     Case("natural", NaturalGradientBMA),
     Case("natural-tensor-all", NaturalGradientBMA, {"partition": "tensor", "coupling": "all", "momentum": 0.0}),
     Case(
@@ -131,6 +136,16 @@ OTHER_OPTIONS = {
         "eps": 1e-4,
         "partition": "element",
         "coupling": "all",
+        "refresh_every": 2,
+        "weight_decay": 0.2,
+        "maximize": True,
+    },
+    Anova: {
+        "lr": 0.02,
+        "betas": (0.5, 0.8),
+        "mean_beta": 0.7,
+        "means": (1, 2),
+        "eps": 1e-4,
         "refresh_every": 2,
         "weight_decay": 0.2,
         "maximize": True,
@@ -180,6 +195,13 @@ _BAD_CORRECTION = [
     ("eps", -1e-9, ValueError, ">= 0"),
     ("eps", float("nan"), ValueError, ">= 0"),
 ]
+_BAD_BETAS = [
+    ("betas", (0.9, 1.0), ValueError, "two numbers in [0, 1)"),
+    ("betas", (float("nan"), 0.9), ValueError, "two numbers in [0, 1)"),
+    ("betas", (0.9,), ValueError, "two numbers in [0, 1)"),
+    ("betas", 0.9, TypeError, "two numbers in [0, 1)"),
+    ("betas", ("a", "b"), TypeError, "two numbers in [0, 1)"),
+]
 _BAD_DECAY = [("lr_decay", -1.0, ValueError, ">= 0"), ("lr_decay", float("nan"), ValueError, ">= 0")]
 
 # Option, bad value, error, and the requirement that the message states.
@@ -191,13 +213,20 @@ BAD_OPTIONS = {
     ],
     AdaGradFull: [*(_BAD + _BAD_ROOT + _BAD_DECAY), ("max_bytes", "1 GB", TypeError, "a number >= 0 or None")],
     AdamBMA: [
-        *(_BAD + _BAD_BLOCKS + _BAD_ROOT + _BAD_CORRECTION),
-        ("betas", (0.9, 1.0), ValueError, "two numbers in [0, 1)"),
-        ("betas", (float("nan"), 0.9), ValueError, "two numbers in [0, 1)"),
-        ("betas", (0.9,), ValueError, "two numbers in [0, 1)"),
-        ("betas", 0.9, TypeError, "two numbers in [0, 1)"),
-        ("betas", ("a", "b"), TypeError, "two numbers in [0, 1)"),
+        *(_BAD + _BAD_BLOCKS + _BAD_ROOT + _BAD_CORRECTION + _BAD_BETAS),
         ("correction_cap", -1.0, ValueError, ">= 0 or None"),
+    ],
+    Anova: [
+        *(_BAD + _BAD_BETAS),
+        ("mean_beta", 1.0, ValueError, "below 1"),
+        ("mean_beta", float("nan"), ValueError, ">= 0"),
+        ("mean_beta", None, TypeError, "a number >= 0"),
+        ("eps", -1e-9, ValueError, ">= 0"),
+        ("refresh_every", 0, ValueError, "a whole number >= 1"),
+        *(
+            ("means", bad, ValueError, "'auto', a whole number >= 0, or two of them (units, inputs)")
+            for bad in (-1, 2.5, True, "many", None, (4,), (4, 4, 4), (4, -1), (4, 2.0), "")
+        ),
     ],
     NaturalGradientBMA: [
         *(_BAD + _BAD_BLOCKS),
@@ -213,7 +242,7 @@ BAD_OPTIONS = {
 every_optimizer = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 every_class = pytest.mark.parametrize("case", CLASSES, ids=lambda case: case.id)
 every_block_optimizer = pytest.mark.parametrize(
-    "case", [case for case in CASES if case.cls is not AdaGradFull], ids=lambda case: case.id
+    "case", [case for case in CASES if case.option("partition") is not None], ids=lambda case: case.id
 )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import scipy.fft
 import scipy.linalg
 import torch
 from numpy.typing import NDArray
@@ -332,3 +333,80 @@ class DenseNaturalGradient:
         direction = np.sqrt(tau) * np.linalg.solve(F + self.damping * tau * np.eye(len(g)), g)
         self.v = self.momentum * self.v + direction
         self.theta -= self.lr * (self.v + self.decay * self.theta)
+
+
+class DenseAnova:
+    """Adam on the four parts of a gradient matrix, with projectors written out and QR by Householder reflections."""
+
+    def __init__(self, theta, units, inputs, *, lr, betas, mean_beta, every, eps=1e-8, decay=0.0):
+        self.theta, self.k, self.q = theta.copy(), min(units, theta.shape[0]), min(inputs, theta.shape[1])
+        self.lr, self.betas, self.mean_beta, self.every, self.eps, self.decay = lr, betas, mean_beta, every, eps, decay
+        self.m, self.t = np.zeros_like(theta), 0
+
+    @staticmethod
+    def start(A, k):
+        """Cosines over the rows of A that are not zero, then two subspace iterations."""
+        alive = np.flatnonzero((A != 0).any(1))
+        if len(alive) < k:
+            alive = np.arange(len(A))
+        W = np.zeros((len(A), k))
+        for j in range(k):
+            unit = np.zeros(len(alive))
+            unit[j] = 1.0
+            W[alive, j] = scipy.fft.idct(unit, norm="ortho")
+        for _ in range(2):
+            W = DenseAnova.orthonormal(A @ A.T @ W, W)
+        return W
+
+    @staticmethod
+    def orthonormal(Y, old):
+        if Y.shape[1] == 0:
+            return old
+        Z = np.stack([y / (np.linalg.norm(y) or 1.0) for y in Y.T], 1) + 1e-3 * old
+        Q, R = np.linalg.qr(Z)
+        signs = np.sign(np.diag(R))
+        return Q * signs if np.abs(np.diag(R)).min() > 1e-5 else old
+
+    def split(self, G):
+        """The four parts, each as a matrix of the shape of G."""
+        PU, PV = self.U @ self.U.T, self.V @ self.V.T
+        QU, QV = np.eye(len(PU)) - PU, np.eye(len(PV)) - PV
+        return PU @ G @ PV, QU @ G @ PV, PU @ G @ QV, QU @ G @ QV
+
+    def step(self, G):
+        O, I = G.shape
+        if self.t == 0:
+            self.U, self.V = self.start(G, self.k), self.start(G.T, self.q)
+            self.X, self.Y = np.zeros_like(self.U), np.zeros_like(self.V)
+            self.v = [np.zeros(s) for s in ((self.k, self.q), (O, self.q), (self.k, I), (O, I))]
+        self.t += 1
+        U, V = self.U, self.V
+        beta1, beta2 = self.betas
+        self.m = beta1 * self.m + (1 - beta1) * G
+
+        def coordinates(parts):
+            K, R, L, E = parts
+            return [U.T @ K @ V, R @ V, U.T @ L, E]
+
+        size = np.linalg.norm(G) * 2.0**-19
+        noise = [size, size / O**0.5, size / I**0.5, size / (O * I) ** 0.5]
+        steps = []
+        for i, (x, y) in enumerate(
+            zip(coordinates(self.split(G)), coordinates(self.split(self.m / (1 - beta1**self.t))), strict=True)
+        ):
+            beta = beta2 if i == 3 else self.mean_beta
+            self.v[i] = beta * self.v[i] + (1 - beta) * x**2
+            steps.append(y / (np.sqrt(self.v[i] / (1 - beta**self.t)) + self.eps + noise[i]))
+        K, R, L, E = steps
+        whole = [U @ K @ V.T, R @ V.T, U @ L, E]
+        delta = sum(self.split(x)[i] for i, x in enumerate(whole))
+        self.theta = self.theta * (1 - self.lr * self.decay) - self.lr * delta
+        self.X = 0.95 * self.X + 0.05 * G @ G.T @ U
+        self.Y = 0.95 * self.Y + 0.05 * G.T @ G @ V
+        if self.t % self.every == 0:
+            self.U, self.V = self.orthonormal(self.X, U), self.orthonormal(self.Y, V)
+            turn_U, turn_V = (U.T @ self.U) ** 2, (V.T @ self.V) ** 2
+            self.v[0] = turn_U.T @ self.v[0] @ turn_V
+            self.v[1] = self.v[1] @ turn_V
+            self.v[2] = turn_U.T @ self.v[2]
+            self.X, self.Y = self.U @ self.U.T @ self.X, self.V @ self.V.T @ self.Y

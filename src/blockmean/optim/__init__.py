@@ -3,7 +3,17 @@
 from blockmean.optim.adagrad import AdaGradBMA
 from blockmean.optim.adagrad_full import AdaGradFull
 from blockmean.optim.adam import AdamBMA
+from blockmean.optim.anova import Anova
 from blockmean.optim.inspection import BlockStatistics, Diagnosis, diagnose
 from blockmean.optim.natural import NaturalGradientBMA
 
-__all__ = ["AdaGradBMA", "AdaGradFull", "AdamBMA", "BlockStatistics", "Diagnosis", "NaturalGradientBMA", "diagnose"]
+__all__ = [
+    "AdaGradBMA",
+    "AdaGradFull",
+    "AdamBMA",
+    "Anova",
+    "BlockStatistics",
+    "Diagnosis",
+    "NaturalGradientBMA",
+    "diagnose",
+]

@@ -97,22 +97,13 @@ class AdamBMA(CorrectedOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        owner, betas = type(self).__name__, group["betas"]
-        pair = isinstance(betas, tuple | list) and all(isinstance(beta, int | float) for beta in betas)
-        require(pair, "betas", owner, "two numbers in [0, 1)", betas, TypeError)
-        require(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", owner, "two numbers in [0, 1)", betas)
-        require_number(group["correction_cap"], "correction_cap", owner, optional=True)
+        require_betas(group["betas"], type(self).__name__)
+        require_number(group["correction_cap"], "correction_cap", type(self).__name__, optional=True)
 
     def check_kinds(self, group: dict[str, Any]) -> None:
         super().check_kinds(group)
-        owner = type(self).__name__
-        require_number(group["eigenvalue_floor"], "eigenvalue_floor", owner, positive=True)
-        require(not group.get("amsgrad"), "amsgrad", owner, "False: it has no such form", group.get("amsgrad"))
-        if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
-            raise ValueError(
-                f"The checkpoint is one of Adam with coupled weight decay, and {owner} has only the decoupled one of "
-                "AdamW. Set its 'weight_decay' to 0, or train on with Adam."
-            )
+        require_number(group["eigenvalue_floor"], "eigenvalue_floor", type(self).__name__, positive=True)
+        require_adamw(group, type(self).__name__)
 
     def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         def zeros() -> Tensor:
@@ -130,4 +121,23 @@ class AdamBMA(CorrectedOptimizer):
             float(group["lr"]),
             floor=group["eigenvalue_floor"],
             cap=group["correction_cap"],
+        )
+
+
+def require_betas(betas: object, owner: str) -> None:
+    """Raise unless these are the two decays of Adam."""
+    numbers = isinstance(betas, tuple | list) and all(isinstance(beta, int | float) for beta in betas)
+    if not isinstance(betas, tuple | list) or not numbers:
+        require(False, "betas", owner, "two numbers in [0, 1)", betas, TypeError)
+    else:
+        require(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", owner, "two numbers in [0, 1)", betas)
+
+
+def require_adamw(group: dict[str, Any], owner: str) -> None:
+    """Raise if a group, perhaps one of torch's Adam, has an option that AdamW's decoupled step cannot follow."""
+    require(not group.get("amsgrad"), "amsgrad", owner, "False: it has no such form", group.get("amsgrad"))
+    if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+        raise ValueError(
+            f"The checkpoint is one of Adam with coupled weight decay, and {owner} has only the decoupled one of "
+            "AdamW. Set its 'weight_decay' to 0, or train on with Adam."
         )

@@ -43,6 +43,7 @@ class Work:
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor | None] = field(default_factory=list)  # None: only counts in a block that it shares with others
     moments: dict[str, list[Any]] = field(default_factory=dict)  # None where a state has no such entry
+    indices: list[int] = field(default_factory=list)  # of the tensor that each piece belongs to
     steps: list[int] = field(default_factory=list)  # this step included
     cuts: list[TensorBlocks] = field(default_factory=list)
     blocks: list[slice] = field(default_factory=list)
@@ -67,6 +68,12 @@ class BlockMeanOptimizer(Optimizer):
     """Entries of `entry_state` that may be missing."""
     statistics_kept: ClassVar[Mapping[str, str]] = MappingProxyType({"U": "matrix"})
     """Statistics between blocks: a "matrix", a "vector" or a "mask". Always includes `U`."""
+    further_state: ClassVar[tuple[str, ...]] = ()
+    """State of other shapes, in the dtype of the arithmetic; may be missing."""
+    default_blocks: ClassVar[tuple[str, str]] = ("element", "all")
+    """Partition and coupling of a group that has no such options."""
+    works_in_pieces: ClassVar[bool] = True
+    """Whether large tensors are cut into pieces."""
     leaves_plain: ClassVar[bool] = False
     """Whether tensors without proper blocks (norm gains, biases) take the diagonal step alone."""
     not_negative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
@@ -165,7 +172,7 @@ class BlockMeanOptimizer(Optimizer):
             }
         self._refuse_gradients(work, others)
         device = tensors[next(iter(states))].device
-        pieces = layout.split if device.type == "cpu" else layout.whole
+        pieces = layout.split if self.works_in_pieces and device.type == "cpu" else layout.whole
         counts = {i: int(state["step"]) for i, state in {**states, **others}.items()}
         missing = False
         for piece in pieces:
@@ -182,6 +189,7 @@ class BlockMeanOptimizer(Optimizer):
             for key, values in work.moments.items():
                 value = state.get(key)
                 values.append(value if whole or value is None else value[rows])
+            work.indices.append(piece.tensor)
             work.steps.append(counts[piece.tensor] + (grad is not None))
             work.cuts.append(piece.cut)
             work.blocks.append(piece.blocks)
@@ -200,7 +208,7 @@ class BlockMeanOptimizer(Optimizer):
             return {**state, **self.init_state(param, group)}
         if any(key not in state for key in self.entry_state if key not in self.optional_state):
             state = {**self.init_state(param, group), **state}  # somebody deleted a moment: it starts over
-        held = [key for key in self.entry_state if key in state]
+        held = [key for key in (*self.entry_state, *self.further_state) if key in state]
         if any(state[key].dtype != param.dtype for key in held):  # half precision, or the model changed dtype
             dtype = arithmetic(param.dtype)
             if any(state[key].dtype != dtype for key in held):
@@ -342,7 +350,7 @@ class BlockMeanOptimizer(Optimizer):
             self.check_group(group)
             self._refuse_parameters(group)
             tensors = distinct(group)
-            by = group.get("partition", "element")
+            by = group.get("partition", self.default_blocks[0])
             if by == "custom" and self._partition is not None:
                 by = self._partition
             self._layouts.append(self._make_layout(group, tensors, by, [outputs.get(param, 0) for param in tensors]))
@@ -393,7 +401,7 @@ class BlockMeanOptimizer(Optimizer):
             return Layout(
                 cuts,
                 "custom" if callable(by) else by,
-                group.get("coupling", "all"),
+                group.get("coupling", self.default_blocks[1]),
                 owner,
                 named=all(names),
                 leave_plain=self.leaves_plain,
@@ -416,7 +424,7 @@ class BlockMeanOptimizer(Optimizer):
     def _layout(self, number: int, tensors: list[Tensor]) -> Layout:
         """The layout of a group, rebuilt if parameters or options have changed."""
         group, layout = self.param_groups[number], self._layouts[number]
-        wanted = group.get("partition", "element"), group.get("coupling", "all")
+        wanted = group.get("partition", self.default_blocks[0]), group.get("coupling", self.default_blocks[1])
         same = layout.shapes == [param.shape for param in tensors] and (layout.partition, layout.coupling) == wanted
         if same and layout.ids == [id(param) for param in tensors]:
             return layout
@@ -510,7 +518,7 @@ class BlockMeanOptimizer(Optimizer):
         value = value.detach()
         if name == "step":
             return value.to("cpu", torch.float32, copy=True)
-        if name in self.entry_state:
+        if name in (*self.entry_state, *self.further_state):
             return value.to(param.device, arithmetic(param.dtype), copy=True)
         if self.statistics_kept.get(name) in ("matrix", "vector"):
             return value.to(param.device, torch.float64, copy=True)
@@ -558,7 +566,7 @@ class BlockMeanOptimizer(Optimizer):
         if any("U" in state and "blocks" not in state for state in states.values()):
             raise ValueError(_FROM_BEFORE.format(owner))
         layout = self._layouts[number]
-        if group.get("coupling", "all") != layout.coupling:
+        if group.get("coupling", self.default_blocks[1]) != layout.coupling:
             layout = layout.coupled(group["coupling"], owner)
         remedy = f"Construct {owner} with the model it was saved from, or delete 'U' from the saved states."
         check_places(layout, states, shown_names(current), remedy)

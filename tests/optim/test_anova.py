@@ -1,0 +1,334 @@
+"""Anova against a dense twin, torch's AdamW and Adam in a rotated basis; its four parts; gradients that say little."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from blockmean import Anova
+from blockmean.optim import anova as module
+from support.reference import DenseAnova
+
+OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "mean_beta": 0.9}
+
+
+def gradients(shape, steps, seed=0, dtype=torch.float64, rank=3):
+    """Gradients with a common low-rank part that turns slowly, and noise."""
+    rng = torch.Generator().manual_seed(seed)
+    O, I = shape[0], int(np.prod(shape[1:]))
+    left, right = (torch.randn(n, rank, generator=rng, dtype=torch.float64) for n in (O, I))
+    for _ in range(steps):
+        left += 0.1 * torch.randn(O, rank, generator=rng, dtype=torch.float64)
+        common = left @ (torch.randn(rank, 1, generator=rng, dtype=torch.float64) * right.T)
+        yield (common + torch.randn(O, I, generator=rng, dtype=torch.float64)).view(shape).to(dtype)
+
+
+def parameter(shape, seed=1, dtype=torch.float64):
+    return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype))
+
+
+def run(param, grads, **options):
+    optimizer = Anova([param], **{**OPTIONS, **options})
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+    return optimizer
+
+
+# ---------------------------------------------------------------- against other implementations
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("means", [4, 1, (3, 0), (0, 3), (2, 5), 9, (12, 3), (3, 12), (99, 99)])
+@pytest.mark.parametrize("shape", [(9, 12), (12, 9), (6, 3, 2, 2)])
+def test_forty_steps_equal_the_dense_reference(shape, means, every):
+    param = parameter(shape)
+    units, inputs = means if isinstance(means, tuple) else (means, means)
+    matrix = param.detach().numpy().reshape(shape[0], -1)
+    dense = DenseAnova(matrix, units, inputs, every=every, decay=0.1, **OPTIONS)
+    optimizer = Anova([param], means=means, refresh_every=every, weight_decay=0.1, **OPTIONS)
+    for grad in gradients(shape, 40):
+        param.grad = grad.clone()
+        optimizer.step()
+        dense.step(grad.numpy().reshape(matrix.shape))
+        # More means than the first gradient has directions: their weights are a thousandth of the old ones, twice.
+        atol = 1e-6 if max(dense.k, dense.q) > min(matrix.shape) - 1 else 1e-11
+        np.testing.assert_allclose(param.detach().numpy().reshape(matrix.shape), dense.theta, rtol=0, atol=atol)
+
+
+def test_large_matrices_are_processed_in_rows_with_the_same_result(monkeypatch):
+    whole, rows = parameter((40, 30)), parameter((40, 30))
+    run(whole, gradients((40, 30), 12), means=5)
+    monkeypatch.setattr(module, "CHUNK", 7 * 30)
+    run(rows, gradients((40, 30), 12), means=5)
+    torch.testing.assert_close(rows, whole, rtol=0, atol=1e-13)
+    assert not torch.equal(rows, whole)  # they were
+
+
+def test_matrices_of_one_shape_are_a_batch_with_the_same_result_as_alone(monkeypatch):
+    batch = [parameter((8, 10), seed) for seed in range(5)]
+    alone = [parameter((8, 10), seed) for seed in range(5)]
+    together = Anova(batch, means=3, **OPTIONS)
+    grads = [list(gradients((8, 10), 9, seed)) for seed in range(5)]
+    for step in range(9):
+        for i, param in enumerate(batch):
+            missing = (step, i) in {(2, 1), (3, 1), (4, 4), (5, 0)}  # neighbours may be at different steps
+            param.grad = None if missing else grads[i][step].clone()
+        together.step()
+    assert len(together._stacks) == 1
+    for i, param in enumerate(alone):
+        taken = [g for step, g in enumerate(grads[i]) if (step, i) not in {(2, 1), (3, 1), (4, 4), (5, 0)}]
+        run(param, taken, means=3)
+        torch.testing.assert_close(batch[i], param, rtol=0, atol=1e-13)
+    monkeypatch.setattr(module, "CHUNK", 2 * 80)  # two at a time
+    again = [parameter((8, 10), seed) for seed in range(5)]
+    optimizer = Anova(again, means=3, **OPTIONS)
+    for step in range(9):
+        for i, param in enumerate(again):
+            param.grad = grads[i][step].clone()
+        optimizer.step()
+    run(other := parameter((8, 10), 3), grads[3], means=3)
+    torch.testing.assert_close(again[3], other, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(9, 12), (7,), (), (3, 1), (1, 5), (2, 2, 2)])
+def test_without_means_it_is_torchs_adamw(shape, dtype):
+    mine, theirs = parameter(shape, dtype=dtype), parameter(shape, dtype=dtype)
+    options = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    ours, reference = Anova([mine], means=0, **options), torch.optim.AdamW([theirs], **options)
+    for grad in gradients(shape or (1,), 30, dtype=dtype, rank=1):
+        mine.grad, theirs.grad = grad.view(shape).clone(), grad.view(shape).clone()
+        ours.step()
+        reference.step()
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13 if dtype == torch.float64 else 3e-6)
+
+
+@pytest.mark.parametrize("shape", [(5,), (), (1, 9), (9, 1), (3, 8), (8, 3)])
+def test_tensors_too_narrow_for_means_take_adamw(shape):
+    mine, theirs = parameter(shape), parameter(shape)
+    ours = Anova([mine], lr=0.01)
+    reference = torch.optim.AdamW([theirs], lr=0.01)
+    for grad in gradients(shape or (1,), 10, rank=1):
+        mine.grad, theirs.grad = grad.view(shape).clone(), grad.view(shape).clone()
+        ours.step()
+        reference.step()
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
+    assert "units" not in ours.state[mine]
+
+
+def test_with_all_means_it_is_adam_in_the_rotated_basis():
+    """No refresh: the basis of the first gradient stays, and Adam works in it, entry by entry."""
+    param = parameter((6, 6))
+    start = param.detach().clone()
+    grads = list(gradients((6, 6), 15))
+    optimizer = run(param, grads, means=6, refresh_every=100, weight_decay=0.0, mean_beta=0.95)
+    U, V = optimizer.state[param]["units"], optimizer.state[param]["inputs"].mT
+    theta, m, v = U.T @ start @ V, torch.zeros(6, 6), torch.zeros(6, 6)
+    for t, grad in enumerate(grads, 1):
+        g = U.T @ grad @ V
+        m, v = 0.8 * m + 0.2 * g, 0.95 * v + 0.05 * g * g
+        eps = 1e-8 + 2.0**-19 * grad.norm()  # a basis in which the first gradient is diagonal has entries near 0
+        theta = theta - 0.02 * (m / (1 - 0.8**t)) / ((v / (1 - 0.95**t)).sqrt() + eps)
+    torch.testing.assert_close(param.detach(), U @ theta @ V.T, rtol=0, atol=1e-11)
+
+
+# ---------------------------------------------------------------- the four parts
+
+
+@pytest.mark.parametrize("means", [1, 3, (2, 5), (0, 4), (9, 12)])
+def test_the_four_parts_are_orthogonal_and_add_up_to_the_gradient(means):
+    param = parameter((9, 12))
+    grads = list(gradients((9, 12), 20))
+    state = run(param, grads, means=means).state[param]
+    U, V, G = state["units"], state["inputs"].mT, grads[-1]
+    K, R, L = (x[0] for x in module._means(U[None], V[None], (G @ V)[None], (U.T @ G)[None]))
+    parts = [U @ K @ V.T, R @ V.T, U @ L]
+    parts.append(G - sum(parts))
+    torch.testing.assert_close(sum(parts), G)
+    for i in range(4):
+        for j in range(i):
+            assert abs(float((parts[i] * parts[j]).sum())) < 1e-11
+    assert torch.allclose(U.T @ parts[1], torch.zeros(U.shape[1], 12, dtype=G.dtype), atol=1e-12)
+    assert torch.allclose(U.T @ parts[3], torch.zeros(U.shape[1], 12, dtype=G.dtype), atol=1e-12)
+    assert torch.allclose(parts[3] @ V, torch.zeros(9, V.shape[1], dtype=G.dtype), atol=1e-12)
+
+
+def test_the_start_is_the_textbook_analysis_of_variance():
+    waves = module.cosines(torch.ones(7, dtype=torch.bool), 4)
+    torch.testing.assert_close(waves[:, 0], torch.full((7,), 7**-0.5, dtype=torch.float64))
+    torch.testing.assert_close(waves.mT @ waves, torch.eye(4, dtype=torch.float64))
+    some = module.cosines(torch.tensor([True, False, True, True, False, True]), 3)
+    assert not some[[1, 4]].any()
+    torch.testing.assert_close(some.mT @ some, torch.eye(3, dtype=torch.float64))
+    few = module.cosines(torch.tensor([True, False, False, False]), 3)
+    torch.testing.assert_close(few.mT @ few, torch.eye(3, dtype=torch.float64))
+
+
+def test_the_means_find_the_directions_that_gradients_share():
+    """All gradients are multiples of one matrix of rank one, with a little noise."""
+    rng = torch.Generator().manual_seed(0)
+    a, b = torch.randn(20, generator=rng), torch.randn(30, generator=rng)
+    param = parameter((20, 30), dtype=torch.float32)
+    grads = [torch.outer(a, b) * torch.randn((), generator=rng) + 0.1 * torch.randn(20, 30, generator=rng)] * 30
+    state = run(param, grads, means=4).state[param]
+    assert abs(float(state["units"][:, 0] @ a) / float(a.norm())) > 0.999
+    assert abs(float(state["inputs"][0] @ b) / float(b.norm())) > 0.999
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(16, 40), (40, 16)])
+def test_weights_stay_orthonormal_over_ten_thousand_steps_in_float32(shape):
+    param = parameter(shape, dtype=torch.float32)
+    optimizer = Anova([param], means=8, lr=1e-3)
+    worst = 0.0
+    for t, grad in enumerate(gradients(shape, 10_000, dtype=torch.float32)):
+        param.grad = grad * (1e-6 if t % 1000 < 300 else 1.0)  # long stretches of small gradients
+        optimizer.step()
+        if t % 50 == 0:
+            state = optimizer.state[param]
+            for W in (state["units"], state["inputs"].mT):
+                worst = max(worst, float((W.mT @ W - torch.eye(8)).abs().max()))
+    assert worst < 1e-5
+
+
+# ---------------------------------------------------------------- scale, gradients that say little, determinism
+
+
+@pytest.mark.parametrize("scale", [2.0**-30, 2.0**20])
+def test_the_scale_of_the_loss_does_not_matter(scale):
+    grads = list(gradients((9, 12), 30))
+    one, other = parameter((9, 12)), parameter((9, 12))
+    run(one, grads, means=4, eps=0.0)
+    run(other, [scale * grad for grad in grads], means=4, eps=0.0)
+    torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
+DEGENERATE = {
+    "zero": lambda t, shape: torch.zeros(shape),
+    "zero at first": lambda t, shape: torch.zeros(shape) if t < 3 else torch.randn(shape),
+    "zero later": lambda t, shape: torch.randn(shape) if t < 3 else torch.zeros(shape),
+    "constant": lambda t, shape: torch.ones(shape),
+    "rank one": lambda t, shape: torch.outer(torch.arange(float(shape[0])), torch.arange(float(shape[1]))),
+    "one entry": lambda t, shape: torch.eye(*shape) * (torch.arange(shape[1]) == 2),
+    "one row": lambda t, shape: torch.ones(shape) * (torch.arange(shape[0]) == t % 3)[:, None],
+    "one column": lambda t, shape: torch.ones(shape) * (torch.arange(shape[1]) == t % 2),
+    "tiny": lambda t, shape: torch.randn(shape) * 1e-30,
+    "huge": lambda t, shape: torch.randn(shape) * 1e15,
+    "rows that sum to zero": lambda t, shape: (g := torch.randn(shape)) - g.mean(0),
+}
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+@pytest.mark.parametrize("means", [1, 4, (8, 10)])
+@pytest.mark.parametrize("kind", DEGENERATE)
+def test_gradients_that_say_little_never_give_nan_or_long_steps(kind, means, eps):
+    torch.manual_seed(0)
+    param = parameter((8, 10), dtype=torch.float32)
+    optimizer = Anova([param], means=means, lr=0.01, eps=eps, weight_decay=0.0)
+    for t in range(40):
+        before = param.detach().clone()
+        param.grad = DEGENERATE[kind](t, (8, 10))
+        optimizer.step()
+        assert param.isfinite().all()
+        # A step of Adam has entries up to about √(1/(1−β)) = 4.5 lr here, in each of four parts and any direction.
+        assert float((param.detach() - before).norm()) < 0.01 * 80**0.5 * 9
+    for value in optimizer.state[param].values():
+        assert value.isfinite().all()
+
+
+def test_zero_gradients_move_nothing():
+    param = parameter((8, 10))
+    before = param.detach().clone()
+    run(param, [torch.zeros(8, 10, dtype=torch.float64)] * 5, means=3, weight_decay=0.0)
+    assert torch.equal(param, before)
+
+
+def test_units_and_inputs_without_any_gradient_do_not_move():
+    """Pixels that are always black, words that never occur: as with Adam, their weights stay what they were."""
+    param = parameter((12, 14), dtype=torch.float32)
+    before = param.detach().clone()
+    seen = torch.ones(12, 14)
+    seen[[2, 7]] = 0
+    seen[:, [0, 5, 13]] = 0
+    run(param, [grad * seen for grad in gradients((12, 14), 25, dtype=torch.float32)], means=3, weight_decay=0.0)
+    moved = param.detach() != before
+    assert not moved[seen == 0].any() and moved[seen == 1].all()
+
+
+def test_the_same_run_twice_is_bit_identical_and_channels_last_changes_nothing():
+    shape = (8, 4, 3, 3)
+    grads = list(gradients(shape, 10, dtype=torch.float32))
+    one, two, last = (parameter(shape, dtype=torch.float32) for _ in range(3))
+    last.data = last.data.to(memory_format=torch.channels_last)
+    run(one, grads, means=4)
+    run(two, grads, means=4)
+    run(last, [grad.to(memory_format=torch.channels_last) for grad in grads], means=4)
+    assert torch.equal(one, two) and torch.equal(one, last)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_bfloat16_parameters_are_rounded_once():
+    exact, rounded = parameter((8, 10), dtype=torch.float32), parameter((8, 10), dtype=torch.float32)
+    exact.data = exact.data.bfloat16().float()
+    rounded.data = rounded.data.bfloat16()
+    grad = next(gradients((8, 10), 1, dtype=torch.float32)).bfloat16()
+    run(exact, [grad.float()], means=3)
+    run(rounded, [grad], means=3)
+    assert torch.equal(rounded, exact.bfloat16())
+
+
+# ---------------------------------------------------------------- state
+
+
+def test_a_checkpoint_of_adamw_goes_on_with_means():
+    param = parameter((9, 12), dtype=torch.float32)
+    theirs = torch.optim.AdamW([param], lr=0.01)
+    grads = list(gradients((9, 12), 40, dtype=torch.float32))
+    for grad in grads[:20]:
+        param.grad = grad.clone()
+        theirs.step()
+    ours = Anova([param], means=3)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["betas"] == (0.9, 0.999) and ours.param_groups[0]["means"] == 3
+    for grad in grads[20:]:
+        before = param.detach().clone()
+        param.grad = grad.clone()
+        ours.step()
+        assert float((param.detach() - before).abs().max()) < 0.01 * 9
+    state = ours.state[param]
+    assert int(state["step"]) == 40 and int(state["began"]) == 20
+
+
+def test_another_number_of_means_starts_them_over_and_keeps_the_moments():
+    param = parameter((9, 12))
+    grads = list(gradients((9, 12), 10))
+    optimizer = run(param, grads[:6], means=3)
+    moment = optimizer.state[param]["exp_avg"].clone()
+    optimizer.param_groups[0]["means"] = (2, 4)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    state = optimizer.state[param]
+    assert state["units"].shape == (9, 2) and state["inputs"].shape == (4, 12) and int(state["began"]) == 6
+    torch.testing.assert_close(state["exp_avg"], 0.8 * moment)
+    optimizer.param_groups[0]["means"] = 0
+    param.grad = grads[7].clone()
+    optimizer.step()
+    assert param.isfinite().all()
+
+
+def test_auto_takes_a_quarter_of_the_shorter_side():
+    assert module.means_of((64, 784), "auto") == (16, 16)
+    assert module.means_of((10, 64), "auto") == (4, 4)
+    assert module.means_of((64, 3, 3, 3), "auto") == (6, 6)
+    assert module.means_of((4096, 1024), "auto") == (64, 64)
+    assert module.means_of((3, 100), "auto") == (0, 0)
+    assert module.means_of((5, 7), (9, 2)) == (5, 2)
+    assert module.means_of((5,), 3) == (0, 0) and module.means_of((1, 5), 3) == (0, 0)
+
+
+def test_state_is_that_of_adam_and_a_few_columns():
+    param = parameter((256, 512), dtype=torch.float32)
+    optimizer = run(param, gradients((256, 512), 2, dtype=torch.float32), means=8)
+    numbers = sum(x.numel() for x in optimizer.state[param].values())
+    assert numbers == 1 + 2 * 256 * 512 + 3 * 8 * (256 + 512) + 64
