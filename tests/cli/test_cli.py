@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 import blockmean
 from blockmean import cli
 from blockmean.lab import data, paper
+from blockmean.lab.arms import OPTIMIZERS
 from blockmean.lab.models import MODELS
 from blockmean.lab.paper import PARTS, Claim, Outcome, ReportConfig, Verdict
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.sources import DamagedData
-from blockmean.lab.train import OPTIMIZERS
 from support.small_data import small_mnist, write
 
 run = CliRunner().invoke
