@@ -128,9 +128,7 @@ def run(spec: RunSpec, data_dir: Path | None = None, on_step: Callable[[int, flo
         "environment": where,
         "epochs": epochs,  # train_loss: mean over the epoch's batches while training; tests come after the epoch
         "diverged_at": diverged_at,
-        "train_loss": None
-        if diverged_at is not None
-        else train["test_loss"],  # of 10,000 examples, or 1,000 beside a curve, at the end
+        "train_loss": None if diverged_at is not None else train["test_loss"],  # of some examples, at the end
         "test_loss": tested["test_loss"],
         "test_error": tested["test_error"],
         "data_seconds": round(data_seconds, 3),  # near 0 if this process had read the data before
