@@ -180,7 +180,7 @@ ARMS = {
     "NAdam": Arm("NAdam", NO_DECAY, colour="tab:brown"),
     "AdamBMA": Arm("AdamBMA", NO_DECAY, colour="tab:blue"),
     "Anova": Arm("Anova", NO_DECAY, colour="tab:red"),
-    "Anova means=0": Arm("Anova", {**NO_DECAY, "means": 0}, colour="tab:pink"),
+    "Anova means=0": Arm("Anova", {**NO_DECAY, "means": 0}, colour="lightcoral"),
     "Muon + AdamW": Arm("MuonAdamW", NO_DECAY, colour="tab:purple"),
     "SOAP": Arm("SOAP", NO_DECAY, colour="tab:green"),
     "Shampoo": Arm(
@@ -191,13 +191,13 @@ ARMS = {
         colour="tab:olive",
     ),
     "Kron": Arm("Kron", NO_DECAY, colour="tab:orange"),
-    "Alice": Arm("Alice", NO_DECAY, colour="tab:cyan"),
-    "Schedule-Free": Arm("AdamWScheduleFree", NO_DECAY, colour="tab:gray"),
+    "Alice": Arm("Alice", NO_DECAY, rates=(2e-3, 6e-3, 2e-2, 6e-2, 2e-1), colour="tab:cyan"),
+    "Schedule-Free": Arm("AdamWScheduleFree", NO_DECAY, rates=(1e-3, 3e-3, 1e-2, 3e-2, 1e-1), colour="tab:pink"),
 }
 """The arms of the race; adding one is adding a row. All use the options their authors recommend, and no weight decay.
 
-"AdamW again" is AdamW with other seeds, tuned again: what it seems to win or lose is noise. "Anova means=0" is Anova with its
-correction switched off, and must tie.
+"AdamW again" is AdamW with other seeds, tuned again: what it seems to win or lose is noise. "Anova means=0" is Anova
+with its correction switched off, and must tie.
 """
 if "Anova" not in OPTIMIZERS:
     ARMS = {name: arm for name, arm in ARMS.items() if arm.optimizer != "Anova"}
