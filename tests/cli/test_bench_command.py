@@ -103,9 +103,7 @@ def test_a_missing_package_is_named_in_one_line(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(importlib, "import_module", without)
     result = race("--arms", "SOAP,Kron", "--out", str(tmp_path / "out"))
     assert result.exit_code == 1
-    assert str(result.exception) == (
-        "`blockmean bench race` needs pytorch_optimizer: pip install 'blockmean[race]'"
-    ) or result.output.startswith("`blockmean bench race` needs pytorch_optimizer: pip install 'blockmean[race]'")
+    assert result.output == "`blockmean bench race` needs pytorch_optimizer: pip install 'blockmean[race]'\n"
     assert not (tmp_path / "out").exists()
 
 
