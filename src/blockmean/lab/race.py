@@ -234,7 +234,7 @@ def _result(study: Study, found: Findings, arm: str, target: float) -> Result:
         return seconds_after(record, steps(record))
 
     def ratio(value: Callable[[Record], float]) -> MedianInterval | None:
-        # Without the pairs in which AdamW misses: an infinite denominator would flatter whoever it is compared with.
+        # Without the pairs in which AdamW misses: a ratio to infinity says nothing. Misses are counted separately.
         found = pairs(ours, theirs, value, shift)
         return bootstrap_median([mine / its for mine, its in found if 0 < its < math.inf])
 

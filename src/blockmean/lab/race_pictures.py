@@ -52,7 +52,7 @@ def draw_overview(found: Sequence[TaskResult], path: Path) -> Picture:
     shown = [one for one in found if any(arm in one.arms for arm in OVERVIEW)]
     columns = min(4, len(shown)) if len(shown) != 3 else 3
     rows = math.ceil(len(shown) / columns)
-    figure = Figure(figsize=(2.75 * max(columns, 2), 2.35 * rows + 0.5), layout="constrained")
+    figure = Figure(figsize=(2.35 * max(columns, 2), 2.2 * rows + 0.5), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     entries: dict[str, Artist] = {}
     for ax, one in zip(axes, shown, strict=False):
@@ -70,7 +70,7 @@ def draw_overview(found: Sequence[TaskResult], path: Path) -> Picture:
         spare[0].legend(list(entries.values()), list(entries), loc="center", fontsize=11, frameon=False)
     else:
         figure.legend(
-            list(entries.values()), list(entries), loc="outside upper center", ncols=4, fontsize=10, frameon=False
+            list(entries.values()), list(entries), loc="outside upper center", ncols=5, fontsize=10, frameon=False
         )
     figure.supxlabel("processor seconds, one thread", fontsize=10)
     figure.supylabel("training loss", fontsize=10)
@@ -112,14 +112,14 @@ def _spread(found: TaskResult) -> float:
 def _finish(ax: Axes, found: TaskResult, arms: Sequence[str] | None = None) -> None:
     """The target as a line, and limits that show what happens after the first steps."""
     if found.target is not None:
-        ax.axhline(found.target, color="0.2", linewidth=0.9, linestyle=":", zorder=1)
+        ax.axhline(found.target, color="0.2", linewidth=0.9, linestyle=":", zorder=1, label="target")
     chosen = [records for arm, records in found.findings.results.items() if arms is None or arm in arms]
     losses = [_points(record, False)[1] for records in chosen for record in records]
     losses = [line for line in losses if line]
     if losses:
         low = min(map(min, losses))
-        # From where the typical run is after a full window: one arm that starts badly must not flatten all others.
-        high = statistics.median(line[0] for line in losses)
+        # From where the typical run is after a tenth of its steps: the first fall would flatten all that follows.
+        high = statistics.median(line[len(line) // 10] for line in losses)
         high = max(high, found.target or high)
         room = ROOM * (high - low) or 1.0
         ax.set_ylim(low - room, high + room)
