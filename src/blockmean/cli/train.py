@@ -48,10 +48,9 @@ def train(
     """
     with readable_errors("train"):
         from blockmean.lab.arms import OPTIMIZERS, default_rate
-        from blockmean.lab.data import verify
         from blockmean.lab.records import write
         from blockmean.lab.spec import RunSpec
-        from blockmean.lab.tasks import load_data, require_one_of, steps_per_epoch
+        from blockmean.lab.tasks import load_data, require_one_of, steps_per_epoch, verify_data
         from blockmean.lab.train import check, run
         from blockmean.lab.training_curve import draw_training_curve
 
@@ -63,7 +62,7 @@ def train(
         check(spec)
         check_folder(out)
         if download:
-            verify(dataset, data_dir, download)
+            verify_data(spec, data_dir, download)
         load_data(spec, data_dir)
         out.mkdir(parents=True, exist_ok=True)
     console.print(f"{optimizer} (lr {rate:g}): {model} model on {dataset}", soft_wrap=True)

@@ -91,6 +91,8 @@ def known() -> list[str]:
 
 def find(name: str) -> Make:
     """The class of an optimizer; ModuleNotFoundError names the package that it needs."""
+    if name not in known():
+        raise ValueError(f"optimizer must be one of {', '.join(known())}. Got {name!r} instead.")
     if name in PEERS:
         found: Make = getattr(importlib.import_module(PEERS[name]), name)
         return found
