@@ -125,8 +125,10 @@ def test_the_first_look_is_a_study_whose_settings_are_those_of_its_record():
     look = load("benchmarks/first_look.py")
     published = json.loads((ROOT / "benchmarks" / "results" / "first_look.json").read_text())
     assert published["arms"] == look.ARMS
-    for study, row in zip(look.studies(look.TASKS, look.ARMS), published["rows"], strict=True):
-        assert study.name == row["task"]
+    assert len(published["rows"]) >= 5
+    studies = {study.name: study for study in look.studies(look.TASKS, look.ARMS)}
+    for row in published["rows"]:
+        study = studies[row["task"]]
         assert published["tasks"][study.name].items() <= vars(study.task).items()
         for arm, found in row["arms"].items():
             assert [f"{rate:g}" for rate in study.rates_of(arm)] == list(found["tuning"])
