@@ -21,7 +21,8 @@ from typing import Any
 from blockmean.lab.environment import environment, use_threads
 from blockmean.lab.paper.protocol import SMALL_ARMS
 from blockmean.lab.spec import RunSpec
-from blockmean.lab.train import run, steps_per_epoch
+from blockmean.lab.tasks import steps_per_epoch
+from blockmean.lab.train import run
 
 COLUMNS = ("epoch", "reading data", "forward and backward", "optimizer", "drawing batches", "evaluation")
 

@@ -22,7 +22,7 @@ from blockmean import AdaGradBMA
 from blockmean.lab.data import Images, load
 from blockmean.lab.environment import environment
 from blockmean.lab.records import store
-from blockmean.lab.train import network
+from blockmean.lab.tasks import network
 
 RATE = 0.1
 FLOORS = {"the authors' floor, 1e-10": 1e-10, "our floor, 0.1": 0.1}

@@ -34,7 +34,7 @@ def outcomes(out: Path) -> dict[str, Outcome]:
 def pictures(out: Path) -> list[Picture]:
     """An overview of all studies, and the curves of each data set."""
     ready = [one for one in find(config(out)) if one.results]
-    by_data = {name: [one for one in ready if one.study.dataset == name] for name in ("mnist", "cifar10")}
+    by_data = {name: [one for one in ready if one.study.task.dataset == name] for name in ("mnist", "cifar10")}
     drawn = [draw(studies, set(SMALL_ARMS), out / f"fig5-{name}") for name, studies in by_data.items()]
     return [overview(ready, out / "overview"), *drawn]
 

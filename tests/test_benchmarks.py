@@ -119,3 +119,34 @@ def test_the_first_step_benchmark_measures_moves_in_units_of_the_rate(tmp_path: 
     floors = [seed[name] for seed in record["models"]["small"] for name in seed]
     assert len(floors) == 4
     assert all(0.5 < floor["largest move"] < 1e6 and floor["differences left"] >= 0 for floor in floors)
+
+
+def test_the_first_look_is_a_study_whose_settings_are_those_of_its_record():
+    look = load("benchmarks/first_look.py")
+    published = json.loads((ROOT / "benchmarks" / "results" / "first_look.json").read_text())
+    assert published["arms"] == look.ARMS
+    assert len(published["rows"]) >= 5
+    studies = {study.name: study for study in look.studies(look.TASKS, look.ARMS)}
+    for row in published["rows"]:
+        study = studies[row["task"]]
+        assert published["tasks"][study.name].items() <= vars(study.task).items()
+        for arm, found in row["arms"].items():
+            assert [f"{rate:g}" for rate in study.rates_of(arm)] == list(found["tuning"])
+            assert len(study.final.seeds) == len(found["train_loss"])
+
+
+def test_the_first_look_is_summarised_from_records(tmp_path: Path):
+    from dataclasses import replace
+
+    look = load("benchmarks/first_look.py")
+    arms = {arm: look.ARMS[arm] for arm in ("AdamW", "AdamBMA")}
+    tiny = replace(look.TASKS["MNIST MLP, raw"], dataset="digits", steps=3)
+    (study,) = look.studies({"tiny": tiny}, arms)
+    study = replace(study, rates=(1e-3, 1e-2), final=study.final._replace(seeds=(0, 1)))
+    study.run(tmp_path, None, jobs=1)
+    found = study.findings(tmp_path)
+    rows = look.summary(found, look.BASELINE)
+    ours, theirs = rows["AdamBMA"]["train_loss"], rows["AdamW"]["train_loss"]
+    gains = [a - b for a, b in zip(ours, theirs, strict=True)]
+    assert rows["AdamBMA"]["difference"]["mean"] == pytest.approx(sum(gains) / 2)
+    assert "difference" not in rows["AdamW"]

@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 import blockmean
 from blockmean import cli
 from blockmean.lab import data, paper
+from blockmean.lab.arms import OPTIMIZERS
 from blockmean.lab.models import MODELS
 from blockmean.lab.paper import PARTS, Claim, Outcome, ReportConfig, Verdict
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.sources import DamagedData
-from blockmean.lab.train import OPTIMIZERS
 from support.small_data import small_mnist, write
 
 run = CliRunner().invoke
@@ -150,7 +150,7 @@ def test_a_killed_worker_ends_reproduce_in_one_line(tmp_path: Path):
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert re.fullmatch(
-        r"The process of the run digits-small-Adagrad-\w+ was killed; .* "
+        r"The process of the run digits-small-\w+-\w+ was killed; .* "
         rf"Finished runs are in {re.escape(str(records))}: run the same command again to resume, .*\.\n",
         errors,
     )

@@ -255,7 +255,10 @@ def test_an_own_model_on_a_data_set_that_is_there(own, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tiny"], "model must be small or large or mlp or cnn or 'module:function'. Got 'tiny' instead."),
+        (
+            ["tiny"],
+            "model must be small or large or mlp or cnn or convnet or resnet or 'module:function'. Got 'tiny' instead.",
+        ),
         (["no_such_module:build"], "cannot be imported: No module named 'no_such_module'"),
         (["{own}.py:build"], "Leave out the .py: {own}:build."),
         (["{own}:nothing"], "there is no nothing in"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
-from test_study import record_of
+from test_compare import record_of
 
 from blockmean.lab.paper.fig5 import curves, fig5, find
 from blockmean.lab.paper.outcome import ReportConfig, Verdict

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import blockmean
-from blockmean.lab import environment, records, train
+from blockmean.lab import arms, environment, records, tasks, train
 from blockmean.lab.data import Images, load
 from blockmean.lab.models import MODELS
 from blockmean.lab.spec import RunSpec
-from blockmean.lab.train import _batches, run, steps_per_epoch
+from blockmean.lab.tasks import steps_per_epoch
+from blockmean.lab.train import _batches, run
 
 REAL_DATA = Path(__file__).parents[3] / "shared" / "data"
 SPEC = RunSpec(dataset="digits", model="small", optimizer="AdaGradBMA", lr=0.1, seed=0, steps=5, batch=50)
@@ -166,7 +167,7 @@ def test_specs_that_cannot_run_say_why():
     ],
 )
 def test_a_check_finds_what_would_fail_later_without_any_data(changes, message, monkeypatch):
-    monkeypatch.setattr(train, "load", lambda *_: pytest.fail("data was read"))
+    monkeypatch.setattr(tasks, "load", lambda *_: pytest.fail("data was read"))
     state = torch.get_rng_state()
     with pytest.raises(ValueError, match=message):
         train.check(replace(SPEC, **changes))
@@ -174,9 +175,9 @@ def test_a_check_finds_what_would_fail_later_without_any_data(changes, message, 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", arms.OPTIMIZERS)
 def test_every_optimizer_learns_with_its_own_learning_rate(optimizer):
-    spec = replace(SPEC, optimizer=optimizer, lr=train.default_rate(optimizer), model="small", batch=100, steps=80)
+    spec = replace(SPEC, optimizer=optimizer, lr=arms.default_rate(optimizer), model="small", batch=100, steps=80)
     losses = losses_of(spec)
     assert sum(losses[-10:]) < 0.95 * sum(losses[:10]) or optimizer == "SGD"  # which is slow on this model
     train.check(spec)
@@ -184,7 +185,7 @@ def test_every_optimizer_learns_with_its_own_learning_rate(optimizer):
 
 def test_a_learning_rate_of_an_unknown_optimizer_is_refused():
     with pytest.raises(ValueError, match=r"optimizer must be one of .* Got 'Lion'"):
-        train.default_rate("Lion")
+        arms.default_rate("Lion")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def inspect(
     model: Annotated[
         str,
-        typer.Argument(help="small, large, mlp, cnn, or module:object, an nn.Module or a function that returns one."),
+        typer.Argument(
+            help="small, large, mlp, cnn, convnet, resnet, or module:object: an nn.Module or a function for one."
+        ),
     ],
     dataset: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "digits",
     inputs: Annotated[str, typer.Option(help="Scaling of the pixels: raw, normalised or centred.")] = "normalised",

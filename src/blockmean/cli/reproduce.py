@@ -23,8 +23,8 @@ import blockmean
 from blockmean.cli._app import app, check_folder, console, errors, readable_errors
 
 if TYPE_CHECKING:
+    from blockmean.lab.compare import Study
     from blockmean.lab.paper import Outcome, ReportConfig
-    from blockmean.lab.study import Study
 
 Parts = Annotated[
     list[str] | None,
@@ -85,7 +85,7 @@ def reproduce(
             check_folder(folder)
         wanted = studies(profile, seeds, epochs) if "fig5" in chosen else []
         unfinished = [study for study in wanted if not study.is_complete(config.records / study.name)]
-        for dataset in dict.fromkeys(study.dataset for study in (studies(profile) if download else unfinished)):
+        for dataset in dict.fromkeys(study.task.dataset for study in (studies(profile) if download else unfinished)):
             verify(dataset, data_dir, download)
         for folder in (config.out, config.records):
             folder.mkdir(parents=True, exist_ok=True)

@@ -9,17 +9,19 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+import blockmean
 from blockmean.cli._app import app, check_folder, console, readable_errors
 
 
 @app.command(short_help="Train one model with one optimizer.")
 def train(
-    model: Annotated[str, typer.Option(help="small, large, mlp or cnn.")] = "small",
+    model: Annotated[str, typer.Option(help="small, large, mlp, cnn, convnet or resnet.")] = "small",
     dataset: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "digits",
     optimizer: Annotated[
         str,
         typer.Option(
-            help="AdaGradBMA, AdaGradFull, AdamBMA or NaturalGradientBMA; Adagrad, Adam, AdamW or SGD of torch."
+            help=f"{'Anova, ' if hasattr(blockmean, 'Anova') else ''}AdaGradBMA, AdaGradFull, AdamBMA or "
+            "NaturalGradientBMA; Adagrad, Adam, AdamW, NAdam or SGD of torch."
         ),
     ] = "AdaGradBMA",
     lr: Annotated[
@@ -45,21 +47,23 @@ def train(
     Prints the test error, and writes a plot of the losses and a record of the run.
     """
     with readable_errors("train"):
-        from blockmean.lab.data import verify
+        from blockmean.lab.arms import OPTIMIZERS, default_rate
         from blockmean.lab.records import write
         from blockmean.lab.spec import RunSpec
-        from blockmean.lab.train import check, default_rate, images_of, run, steps_per_epoch
+        from blockmean.lab.tasks import load_data, require_one_of, steps_per_epoch, verify_data
+        from blockmean.lab.train import check, run
         from blockmean.lab.training_curve import draw_training_curve
 
         # Everything that can be wrong is found before the bar is drawn, and before hours of training are lost.
+        require_one_of("optimizer", optimizer, OPTIMIZERS)
         rate = default_rate(optimizer) if lr is None else lr
         steps = epochs * steps_per_epoch(dataset, batch)
         spec = RunSpec(dataset, model, optimizer, rate, seed, steps, _options(option or []), inputs, batch, flip)
         check(spec)
         check_folder(out)
         if download:
-            verify(dataset, data_dir, download)
-        images_of(spec, data_dir)
+            verify_data(spec, data_dir, download)
+        load_data(spec, data_dir)
         out.mkdir(parents=True, exist_ok=True)
     console.print(f"{optimizer} (lr {rate:g}): {model} model on {dataset}", soft_wrap=True)
     losses: list[float] = []

@@ -26,7 +26,7 @@ def environment() -> dict[str, object]:
     """Python, packages, processor, threads, date and code version; an unknown value is None."""
     return {
         "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: package_version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -37,7 +37,7 @@ def environment() -> dict[str, object]:
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -60,7 +60,7 @@ def _load() -> float | None:
 def _code_version() -> str | None:
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():  # installed, perhaps inside somebody else's repository
-        return f"blockmean {_version('blockmean')}"
+        return f"blockmean {package_version('blockmean')}"
     command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

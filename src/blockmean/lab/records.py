@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -11,11 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from blockmean.lab.spec import RunSpec
-from blockmean.lab.train import Record, run, steps_per_epoch
+from blockmean.lab.tasks import steps_per_epoch
+from blockmean.lab.train import Record, run, time_marks
 
 REQUIRED = {"spec", "environment", "epochs", "diverged_at", "train_loss", "test_loss", "test_error", "step_seconds"}
 LARGEST_LOSS = 3.5e38
@@ -59,8 +62,24 @@ def read_strictly(folder: Path, spec: RunSpec) -> Record | None:
         for epoch in epochs:
             require_number(epoch, "train_loss", 0, LARGEST_LOSS)
             require_number(epoch, "test_error", 0, 1)
+        if spec.curve:
+            _check_curve(record, spec)
 
     return load(folder / f"{spec.key}.json", spec.describes, REQUIRED, check)
+
+
+def _check_curve(record: Record, spec: RunSpec) -> None:
+    """Raise unless the record has the loss of every step, and the time at every mark, until the run ended."""
+    losses, seconds = record["losses"], record["seconds_at"]
+    ended = spec.steps if record["diverged_at"] is None else len(losses)
+    if len(losses) != ended or len(seconds) != sum(mark <= ended for mark in time_marks(spec.steps)):
+        raise ValueError("steps are missing")
+    for loss in losses:
+        require_number({"losses": loss}, "losses", -LARGEST_LOSS, LARGEST_LOSS)
+    for before, after in pairwise([0, *seconds]):
+        require_number({"seconds_at": after}, "seconds_at", before, math.inf)
+    require_number(record, "state_bytes", 0, math.inf)
+    require_number(record, "parameters", 1, math.inf)
 
 
 def write(folder: Path, spec: RunSpec, record: Record) -> None:

@@ -239,8 +239,8 @@ def _settings(config: ReportConfig) -> Element:
         [
             study.name,
             ", ".join(study.arms),
-            f"{len(study.rates)} × {len(study.tuning.seeds)} × {study.tuning.epochs}",
-            f"{len(study.final.seeds)} × {study.final.epochs}",
+            f"{len(study.rates)} × {len(study.tuning.seeds)} × {study.epochs(study.tuning)}",
+            f"{len(study.final.seeds)} × {study.epochs(study.final)}",
         ]
         for study in studies(config.profile, config.seeds, config.epochs)
     ]

@@ -30,6 +30,8 @@ class RunSpec:
     inputs: str = "normalised"
     batch: int = 128
     flip: bool = False  # mirror each image with probability ½, drawn again in every epoch
+    loss: str = "cross_entropy"
+    curve: bool = False  # keep the loss of every step and the time it took in the record
 
     @property
     def key(self) -> str:

@@ -2,69 +2,46 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import blockmean
-from blockmean.lab.data import PREPARATIONS, Images, load
+from blockmean.lab import arms
+from blockmean.lab.data import PREPARATIONS, Images
 from blockmean.lab.environment import environment
-from blockmean.lab.models import MODELS
 from blockmean.lab.spec import RunSpec
+from blockmean.lab.tasks import (
+    LOSSES,
+    Data,
+    evaluate,
+    load_data,
+    make_model,
+    models_of,
+    require_one_of,
+    steps_per_epoch,
+)
+from blockmean.lab.text import WINDOWS
 
 Record = dict[str, Any]
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "Adagrad": torch.optim.Adagrad,
-    "Adam": torch.optim.Adam,
-    "AdamW": torch.optim.AdamW,
-    "SGD": torch.optim.SGD,
-    "AdaGradBMA": blockmean.AdaGradBMA,
-    "AdaGradFull": blockmean.AdaGradFull,
-    "AdamBMA": blockmean.AdamBMA,
-    "NaturalGradientBMA": blockmean.NaturalGradientBMA,
-}
-
-LEARNING_RATES = {"Adagrad": 0.1, "AdaGradBMA": 0.1, "AdaGradFull": 1.0, "Adam": 0.01, "AdamW": 0.01, "SGD": 0.1}
-LEARNING_RATES |= {"AdamBMA": LEARNING_RATES["AdamW"]}
-"""Rates that work for the networks here. An optimizer without an entry keeps the default of its class."""
-
-TRAINING_IMAGES = {"digits": 4_000, "mnist": 60_000, "cifar10": 50_000}
-SHAPES = {"digits": (1, 28, 28), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
-
-
-def steps_per_epoch(dataset: str, batch: int) -> int:
-    """Full batches in one pass over the training images; the images left over are not used."""
-    _require_one_of("dataset", dataset, TRAINING_IMAGES)
-    count = TRAINING_IMAGES[dataset]
-    if not 1 <= batch <= count:
-        raise ValueError(f"A batch of {batch} cannot be drawn from {count} images.")
-    return count // batch
-
-
-def default_rate(optimizer: str) -> float:
-    """The learning rate for an optimizer when none is given."""
-    _require_one_of("optimizer", optimizer, OPTIMIZERS)
-    if optimizer in LEARNING_RATES:
-        return LEARNING_RATES[optimizer]
-    return float(inspect.signature(OPTIMIZERS[optimizer]).parameters["lr"].default)
 
 
 def check(spec: RunSpec) -> None:
     """Raise ValueError if the run, or writing its record, is bound to fail. Takes no data and no time."""
-    _require_one_of("model", spec.model, MODELS)
-    _require_one_of("optimizer", spec.optimizer, OPTIMIZERS)
-    _require_one_of("inputs", spec.inputs, PREPARATIONS)
     steps_per_epoch(spec.dataset, spec.batch)
+    require_one_of("model", spec.model, models_of(spec))
+    require_one_of("optimizer", spec.optimizer, tuple(arms.known()))
+    require_one_of("inputs", spec.inputs, PREPARATIONS)
+    if spec.flip and spec.dataset in WINDOWS:
+        raise ValueError("flip mirrors images, and this data set is a text.")
     if spec.steps < 1:
         raise ValueError(f"steps must be at least 1. Got {spec.steps} instead.")
     if not math.isfinite(spec.lr):
@@ -78,15 +55,12 @@ def check(spec: RunSpec) -> None:
                 f"it can be recorded. Got {value!r} instead."
             ) from None
     with torch.random.fork_rng(devices=[]):
-        make_optimizer(spec, MODELS[spec.model](SHAPES[spec.dataset]))
+        make_optimizer(spec, make_model(spec))
 
 
 def make_optimizer(spec: RunSpec, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a spec for the parameters of a model; ValueError if it does not take these options."""
-    try:
-        return OPTIMIZERS[spec.optimizer](model.named_parameters(), lr=spec.lr, **spec.options)
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"{spec.optimizer} cannot be made with {spec.options}: {error}") from error
+    """The optimizer of a spec for a model; ValueError if it does not take these options."""
+    return arms.make(spec.optimizer, model, spec.lr, spec.options)
 
 
 def run(spec: RunSpec, data_dir: Path | None = None, on_step: Callable[[int, float], None] | None = None) -> Record:
@@ -99,103 +73,138 @@ def run(spec: RunSpec, data_dir: Path | None = None, on_step: Callable[[int, flo
     torch.set_num_threads(1)
     where = environment()
     began = time.process_time()
-    images = images_of(spec, data_dir)
+    data = load_data(spec, data_dir)
     data_seconds = time.process_time() - began
-    torch.manual_seed(spec.seed)
-    model = network(spec.model, images.train)
+    if spec.curve:
+        _warm_up(spec, data)
+    arms.seed_everything(spec.seed)
+    loss_of = LOSSES[spec.loss]
+    model = make_model(spec)
     optimizer = make_optimizer(spec, model)
-    per_epoch = len(images.train) // spec.batch
+    per_epoch = len(data.train) // spec.batch
+    marks = set(time_marks(spec.steps))
+
+    def test() -> dict[str, float | None]:
+        with _evaluation(model, optimizer, spec, data):
+            return evaluate(model, loss_of, data.test, data.test_targets)
 
     epochs: list[dict[str, Any]] = []
-    losses: list[float] = []  # of the epoch so far
+    losses: list[float] = []
+    seconds_at: list[float] = []
     diverged_at = None
     seconds = step_seconds = 0.0
-    for step, (inputs, labels) in enumerate(_batches(images, spec)):
+    arms.switch(optimizer, "train")
+    for step, (inputs, targets) in enumerate(_batches(data, spec)):
         began = time.process_time()
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss = loss_of.mean(model(inputs), targets)
         loss.backward()
         before = time.process_time()
         losses.append(loss.item())
-        try:
-            optimizer.step()
-        except ValueError:  # a gradient is not finite; anything else is refused when the optimizer is made
+        if not _stepped(optimizer):
             losses[-1] = math.nan
         ended = time.process_time()
         seconds, step_seconds = seconds + ended - began, step_seconds + ended - before
         if not math.isfinite(losses[-1]):
+            losses.pop()
             diverged_at = step
             break
+        if step + 1 in marks:
+            seconds_at.append(round(seconds, 4))
         if on_step is not None:
             on_step(step, losses[-1])
         if (step + 1) % per_epoch == 0:
-            epochs.append({"train_loss": sum(losses) / per_epoch, **_test(model, images.test, images.test_labels)})
-            losses.clear()
-    whole = bool(epochs) and not losses  # then the last epoch has had its test
-    tested = epochs[-1] if whole else _test(model, images.test, images.test_labels)
-    train = _test(model, images.train[:10_000], images.train_labels[:10_000])
+            epochs.append({"train_loss": sum(losses[-per_epoch:]) / per_epoch, **test()})
+    whole = bool(epochs) and diverged_at is None and spec.steps % per_epoch == 0  # then the last epoch has had its test
+    tested = epochs[-1] if whole else test()
+    some = 1_000 if spec.curve else 10_000  # a curve says more about the training loss
+    with _evaluation(model, optimizer, spec, data):
+        train = evaluate(model, loss_of, data.train[:some], data.train_targets[:some])
     if diverged_at is None and train["test_loss"] is None:
         diverged_at = spec.steps - 1  # the last step broke the weights, and no batch came after it
+    curve = {"losses": [float(f"{value:.5g}") for value in losses], "seconds_at": seconds_at} if spec.curve else {}
     return {
         "spec": asdict(spec),
         "environment": where,
         "epochs": epochs,  # train_loss: mean over the epoch's batches while training; tests come after the epoch
         "diverged_at": diverged_at,
-        "train_loss": None if diverged_at is not None else train["test_loss"],  # of 10,000 images, at the end
+        "train_loss": None if diverged_at is not None else train["test_loss"],  # of some examples, at the end
         "test_loss": tested["test_loss"],
         "test_error": tested["test_error"],
         "data_seconds": round(data_seconds, 3),  # near 0 if this process had read the data before
         "seconds": round(seconds, 3),  # training, without reading data and without evaluation
         "step_seconds": round(step_seconds, 3),  # the optimizer's part of these
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "state_bytes": arms.state_bytes(optimizer),
+        **curve,  # the loss of every step, and the seconds after each of `time_marks`
     }
 
 
-def network(name: str, images: Tensor) -> nn.Module:
-    """A new model for these images, in the channels-last memory format: small convolutions are faster in it."""
-    channels, height, width = images.shape[1:]
-    model: nn.Module = MODELS[name]((channels, height, width))
-    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]  # not in its stubs
+def time_marks(steps: int) -> list[int]:
+    """The numbers of steps after which a record has the time: every percent of the run."""
+    return sorted({math.ceil(steps * percent / 100) for percent in range(1, 101)})
 
 
-def images_of(spec: RunSpec, data_dir: Path | None = None) -> Images:
-    """The data of a run; it is read once per process."""
-    return _images(spec.dataset, spec.inputs, data_dir)
+def _stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Take a step; False if numbers got out of hand, so that the optimizer refused it."""
+    try:
+        optimizer.step()
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # not in its stubs
+        return False
+    except ValueError:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if all(bool(gradient.isfinite().all()) for gradient in gradients):
+            raise  # it refuses something else, and not because the run diverged
+        return False
+    return True
 
 
-@lru_cache(maxsize=2)
-def _images(dataset: str, inputs: str, data_dir: Path | None) -> Images:
-    images = load(dataset, inputs, data_dir)
-    train, test = (part.contiguous(memory_format=torch.channels_last) for part in (images.train, images.test))
-    return images._replace(train=train, test=test)
+def _warm_up(spec: RunSpec, data: Data) -> None:
+    """Two steps of a twin, so that no run pays for what torch loads in the first steps of a process."""
+    with torch.random.fork_rng(devices=[]):
+        model = make_model(spec)
+        optimizer = make_optimizer(spec, model)
+        arms.switch(optimizer, "train")
+        for inputs, targets in islice(_batches(data, spec), 2):
+            optimizer.zero_grad()
+            LOSSES[spec.loss].mean(model(inputs), targets).backward()
+            _stepped(optimizer)
 
 
-def _batches(images: Images, spec: RunSpec) -> Iterator[tuple[Tensor, Tensor]]:
-    """`steps` batches, in a new order every epoch; the images left over at the end of an epoch are not used."""
-    count = len(images.train)
+@contextmanager
+def _evaluation(model: nn.Module, optimizer: torch.optim.Optimizer, spec: RunSpec, data: Data) -> Iterator[None]:
+    """Show the weights that are to be judged, then go on training.
+
+    A schedule-free optimizer judges other weights than it trains, for which BatchNorm has the wrong averages: they are
+    taken again from 50 batches, as its authors advise, and put back afterwards.
+    """
+    if not hasattr(optimizer, "eval"):
+        yield
+        return
+    arms.switch(optimizer, "eval")
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
+        with torch.no_grad():
+            for inputs, _ in islice(_batches(data, replace(spec, steps=50)), 50):
+                model(inputs)
+    yield
+    for name, buffer in model.named_buffers():
+        buffer.copy_(kept[name])
+    arms.switch(optimizer, "train")
+
+
+def _batches(data: Data | Images, spec: RunSpec) -> Iterator[tuple[Tensor, Tensor]]:
+    """`steps` batches, in a new order every epoch; the examples left over at the end of an epoch are not used."""
+    examples, targets = data[:2]
+    count = len(examples)
     generator = torch.Generator().manual_seed(spec.seed + 1_000_003)
     left = spec.steps
     while left > 0:
         order = torch.randperm(count, generator=generator)
         mirrored = torch.rand(count, generator=generator) < 0.5 if spec.flip else None
         for batch in order[: count - count % spec.batch].split(spec.batch)[:left]:
-            inputs = images.train[batch]
+            inputs = examples[batch]
             if mirrored is not None:
                 inputs = torch.where(mirrored[batch].view(-1, 1, 1, 1), inputs.flip(-1), inputs)
-            yield inputs, images.train_labels[batch]
+            yield inputs, targets[batch]
             left -= 1
-
-
-@torch.no_grad()
-def _test(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float | None]:
-    """Mean loss (None if it is not finite) and the share of misclassified images."""
-    loss, wrong = 0.0, 0
-    for x, y in zip(images.split(1000), labels.split(1000), strict=True):
-        output = model(x)
-        loss += float(nn.functional.cross_entropy(output, y, reduction="sum"))
-        wrong += int((output.argmax(1) != y).sum())
-    return {"test_loss": loss / len(labels) if math.isfinite(loss) else None, "test_error": wrong / len(labels)}
-
-
-def _require_one_of(name: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}. Got {value!r} instead.")

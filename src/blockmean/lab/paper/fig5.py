@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable
 from itertools import chain, filterfalse
 from pathlib import Path
@@ -13,11 +12,25 @@ from typing import TYPE_CHECKING, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from blockmean.lab.compare import (
+    Column,
+    Findings,
+    Study,
+    differences,
+    diverged,
+    format_difference,
+    interval,
+    last_loss,
+    provenance,
+    results_table,
+    unfinished,
+    verdict,
+)
 from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
-from blockmean.lab.paper.protocol import OWN_ARMS, SMALL_ARMS, studies
+from blockmean.lab.paper.protocol import OWN_ARMS, RATES, SMALL_ARMS, studies
 from blockmean.lab.picture import Picture, save
-from blockmean.lab.study import Findings, Study, differences, interval, last_loss
-from blockmean.lab.train import Record, steps_per_epoch
+from blockmean.lab.tasks import steps_per_epoch
+from blockmean.lab.train import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,11 +76,11 @@ class StudyResult(NamedTuple):
     @property
     def title(self) -> str:
         where = " (published records)" if self.published else ""
-        return f"{TITLES[self.study.dataset]}, {self.study.model} model{where}"
+        return f"{TITLES[self.study.task.dataset]}, {self.study.task.model} model{where}"
 
     @property
     def batches(self) -> int:
-        return steps_per_epoch(self.study.dataset, self.study.batch)
+        return steps_per_epoch(self.study.task.dataset, self.study.task.batch)
 
     def loss(self, record: Record) -> float:
         """Last training loss, summed over the batches of the epoch as the authors do; infinite if it diverged."""
@@ -76,7 +89,7 @@ class StudyResult(NamedTuple):
 
 def error(record: Record) -> float:
     """Last test error; infinite if the run diverged."""
-    return math.inf if _diverged(record) else float(record["test_error"])
+    return math.inf if diverged(record) else float(record["test_error"])
 
 
 def fig5(config: ReportConfig) -> Outcome:
@@ -108,7 +121,7 @@ def fig5(config: ReportConfig) -> Outcome:
     missing = [name for name in names if name not in {one.study.name for one in started}]
     if missing:
         notes.append(f"There are no records here of {', '.join(missing)}.")
-    notes += [_provenance(one) for one in started if one.findings.every]
+    notes += [f"{one.title}: {provenance(one.findings.every)}." for one in started if one.findings.every]
     tables = [table for one in started for table in (_results(one), *_first_epochs(one), *_rates(one))]
     unusable = [problem for one in found for problem in one.findings.unusable]
     return Outcome([claim for one in found for claim in _claims(one)], pictures, tables, notes, unusable)
@@ -193,65 +206,38 @@ def _claims(one: StudyResult) -> list[Claim]:
 
 
 def _smaller(one: StudyResult, claim: str, value: Callable[[Record], float]) -> Claim:
-    unfinished = _unfinished(one, "diag", "BMA")
-    if unfinished:
-        return Claim(claim, unfinished, Verdict.UNKNOWN)
+    missing = unfinished(one.study, one.findings, "diag", "BMA")
+    if missing:
+        return Claim(claim, missing, Verdict.UNKNOWN)
     found = differences(one.results["BMA"], one.results["diag"], value)
     smaller = sum(x < 0 for x in found)
-    measured = [f"BMA − diag: {_format_difference(found)}", f"smaller with {smaller} of {len(found)} seeds"]
+    measured = [f"BMA − diag: {format_difference(found)}", f"smaller with {smaller} of {len(found)} seeds"]
     failures = [f"{arm}: {what}" for arm in ("diag", "BMA") if (what := _describe_failures(one.results[arm]))]
     if failures:
         ours, theirs = (list(filterfalse(_failed, one.results[arm])) for arm in ("BMA", "diag"))
-        measured += [*failures, f"without: {_format_difference(differences(ours, theirs, value))}"]
-    return Claim(claim, "; ".join(measured), _verdict(found))
+        measured += [*failures, f"without: {format_difference(differences(ours, theirs, value))}"]
+    return Claim(claim, "; ".join(measured), verdict(found))
 
 
 def _similar(one: StudyResult, claim: str) -> Claim:
     """The paper's “similar speed of convergence”, made precise."""
-    unfinished = _unfinished(one, "diag", "BMA", "full")
-    if unfinished:
-        return Claim(claim, unfinished, Verdict.UNKNOWN)
+    missing = unfinished(one.study, one.findings, "diag", "BMA", "full")
+    if missing:
+        return Claim(claim, missing, Verdict.UNKNOWN)
     diag, bma, full = (one.results[arm] for arm in ("diag", "BMA", "full"))
     lead = differences(full, diag, one.loss)
     behind = differences(bma, full, one.loss)
     past = [a + b / 2 for a, b in zip(behind, lead, strict=True)]  # BMA − (diag + full)/2
     parts = {"BMA − full": behind, "full − diag": lead, "BMA − their middle": past}
-    measured = "; ".join(f"{what}: {_format_difference(values)}" for what, values in parts.items())
+    measured = "; ".join(f"{what}: {format_difference(values)}" for what, values in parts.items())
     # If full is no better than diag, there is no speed to be similar to.
-    return Claim(claim, measured, _verdict(past) if _verdict(lead) is Verdict.HOLDS else Verdict.NOISE)
-
-
-def _unfinished(one: StudyResult, *arms: str) -> str:
-    """Which of these arms lack runs: a verdict waits for all of them."""
-    counts = {arm: len(one.results.get(arm, [])) for arm in arms}
-    wanted = len(one.study.final.seeds)
-    short = [f"{arm} has {count} of {wanted} runs" for arm, count in counts.items() if count < wanted]
-    return ", ".join(short) or ("" if wanted > 1 else "one seed says nothing of noise")
-
-
-def _verdict(found: list[float]) -> Verdict:
-    """Whether differences are below 0 beyond noise; a run that diverged is infinitely bad."""
-    mean = interval(found)
-    if mean is None:
-        worse, better = math.inf in found, -math.inf in found
-        return Verdict.NOISE if worse == better else Verdict.of(better)
-    return Verdict.NOISE if abs(mean.mean) <= mean.half_width else Verdict.of(mean.mean < 0)
-
-
-def _format_difference(found: list[float]) -> str:
-    if len(found) < 2:
-        return f"{found[0]:+.2g} with one seed".replace("-", "−") if found else "no pair of runs"
-    return str(interval(found) or "no mean, runs diverged")
+    return Claim(claim, measured, verdict(past) if verdict(lead) is Verdict.HOLDS else Verdict.NOISE)
 
 
 def _describe_failures(records: list[Record]) -> str:
     """How many runs diverged or do no better than guessing."""
-    diverged, stuck = sum(map(_diverged, records)), sum(map(_stuck, records))
-    return ", ".join(f"{count} {what}" for count, what in ((diverged, "diverged"), (stuck, "stuck")) if count)
-
-
-def _diverged(record: Record) -> bool:
-    return record["diverged_at"] is not None
+    counts = {"diverged": sum(map(diverged, records)), "stuck": sum(map(_stuck, records))}
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
 
 def _stuck(record: Record) -> bool:
@@ -259,47 +245,13 @@ def _stuck(record: Record) -> bool:
 
 
 def _failed(record: Record) -> bool:
-    return _diverged(record) or _stuck(record)
+    return diverged(record) or _stuck(record)
 
 
 def _results(one: StudyResult) -> Table:
-    """What the best rate of each arm reached, and the difference from the diagonal method."""
-    header = ["optimizer", "rate", "seeds", "training loss", DIFFERENCE, "test error", DIFFERENCE]
-    wanted = len(one.study.final.seeds)
-    edges = (min(one.study.rates), max(one.study.rates))
-    rows = []
-    for arm in one.findings.started:
-        records = one.results.get(arm, [])
-        if not records:
-            rows.append([arm, *_without_results(one, arm), *["–"] * 4])
-            continue
-        diag = one.results.get("diag", []) if arm != "diag" else []
-        rate = one.findings.best[arm]
-        seeds = [str(wanted) if len(records) == wanted else f"{len(records)} of {wanted}", _describe_failures(records)]
-        rows.append(
-            [
-                arm,
-                f"{rate:g} (edge)" if rate in edges else f"{rate:g}",
-                ", ".join(filter(None, seeds)),
-                f"{statistics.mean(map(one.loss, records)):.1f}",
-                str(interval(differences(records, diag, one.loss)) or "–"),
-                f"{statistics.mean(map(error, records)):.4f}",
-                str(interval(differences(records, diag, error)) or "–"),
-            ]
-        )
-    title = f"{one.title}: the best rate of each, {_after(one.study.final.epochs)}"
-    return Table(title, header, rows)
-
-
-def _without_results(one: StudyResult, arm: str) -> list[str]:
-    """The rate of an arm that has no final run yet, and why it has none."""
-    rate = one.findings.best.get(arm)
-    if rate is not None:
-        return [f"{rate:g}", f"0 of {len(one.study.final.seeds)}"]
-    if arm in one.findings.tuned:
-        return ["none", "diverged with every rate"]
-    wanted = len(one.study.rates) * len(one.study.tuning.seeds)
-    return ["none yet", f"{one.findings.started[arm]} of {wanted} tuning runs"]
+    columns = (Column("training loss", one.loss, ".1f", DIFFERENCE), Column("test error", error, ".4f", DIFFERENCE))
+    title = f"{one.title}: the best rate of each, {_after(one.study.epochs(one.study.final))}"
+    return results_table(one.study, one.findings, "diag", columns, title, _describe_failures)
 
 
 def _first_epochs(one: StudyResult) -> list[Table]:
@@ -327,23 +279,14 @@ def _first_epochs(one: StudyResult) -> list[Table]:
 
 def _rates(one: StudyResult) -> list[Table]:
     """The training loss with every rate, from which the best was chosen."""
-    header = ["optimizer", *(f"{rate:g}" for rate in one.study.rates)]
+    header = ["optimizer", *(f"{rate:g}" for rate in RATES)]
     rows = [
         [arm, *("diverged" if math.isinf(loss) else f"{loss * one.batches:.1f}" for loss in losses.values())]
         for arm, losses in one.findings.tuned.items()
     ]
-    title = f"{one.title}: training loss with each learning rate, {_after(one.study.tuning.epochs)}"
+    title = f"{one.title}: training loss with each learning rate, {_after(one.study.epochs(one.study.tuning))}"
     return [Table(title, header, rows)] if rows else []
 
 
 def _after(epochs: int) -> str:
     return "after 1 epoch" if epochs == 1 else f"after {epochs} epochs"
-
-
-def _provenance(one: StudyResult) -> str:
-    """The code and machine that made the records."""
-    made = Counter(
-        "code {code}, torch {torch}, {cpu}".format_map({"code": "?", "torch": "?", "cpu": "?", **record["environment"]})
-        for record in one.findings.every
-    )
-    return f"{one.title}: {'; '.join(f'{count} runs by {what}' for what, count in made.most_common())}."

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from blockmean.lab.compare import Table, Verdict
 from blockmean.lab.picture import Picture
 
-
-class Verdict(StrEnum):
-    """The result of checking a claim."""
-
-    HOLDS = "holds"
-    FAILS = "does not hold"
-    NOISE = "within noise"
-    UNKNOWN = "no verdict"
-
-    @classmethod
-    def of(cls, holds: bool) -> Verdict:
-        """For claims that are either true or not."""
-        return cls.HOLDS if holds else cls.FAILS
+__all__ = ["Claim", "Outcome", "ReportConfig", "Table", "Verdict"]
 
 
 class Claim(NamedTuple):
@@ -34,14 +22,6 @@ class Claim(NamedTuple):
     measured: str
     verdict: Verdict
     exact: bool = False
-
-
-class Table(NamedTuple):
-    """A table as text, cell by cell."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from blockmean.lab.study import Stage, Study
+from blockmean.lab.compare import Stage, Study
+from blockmean.lab.tasks import Task, steps_per_epoch
 
+BATCH = 100
 RATES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 
 # Their ε and floors: 1e-10 for Algorithm 1 as printed. The other variants keep the library's defaults.
@@ -43,14 +45,18 @@ def studies(profile: str, seeds: int | None = None, epochs: int | None = None) -
     """
 
     def study(dataset: str, model: str, arms: dict[str, dict[str, Any]], tuning: Stage, final: Stage) -> Study:
-        final = Stage(final.seeds if seeds is None else tuple(range(seeds)), epochs or final.epochs)
-        return Study(f"{dataset}-{model}", dataset, model, arms, RATES, tuning, final, flip=dataset == "cifar10")
+        final = Stage(final.seeds if seeds is None else tuple(range(seeds)), epochs or final.steps)
+        per_epoch = steps_per_epoch(dataset, BATCH)
+        tuning, final = (stage._replace(steps=stage.steps * per_epoch) for stage in (tuning, final))
+        task = Task(dataset, model, batch=BATCH, flip=dataset == "cifar10")
+        return Study(f"{dataset}-{model}", task, arms, RATES, tuning, final)
 
     small = {**SMALL_ARMS, **OWN_ARMS}
+    # Stages in epochs.
     if profile == "quick":
         return [study("digits", "small", small, Stage((100,), 3), Stage((0, 1, 2), 6))]
     if profile == "paper":
-        few, many = Stage((100, 101), epochs=3), Stage((0, 1, 2, 3, 4), epochs=20)
+        few, many = Stage((100, 101), 3), Stage((0, 1, 2, 3, 4), 20)
         return [
             *(study(data, "small", small, few, many) for data in ("mnist", "cifar10")),
             *(study(data, "large", LARGE_ARMS, Stage((100,), 1), Stage((0, 1), 5)) for data in ("mnist", "cifar10")),

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from blockmean.lab.arms import OPTIMIZERS
 from blockmean.lab.data import load
 from blockmean.lab.paper.measurement import load_or_measure
 from blockmean.lab.paper.outcome import ReportConfig
 from blockmean.lab.paper.protocol import DIAGONAL, PAPER, SMALL_ARMS
 from blockmean.lab.records import require_number
-from blockmean.lab.train import OPTIMIZERS, Record, network
+from blockmean.lab.tasks import network
+from blockmean.lab.train import Record
 
 EVERY_10 = "BMA, D every 10 steps"
 LARGE: dict[str, dict[str, Any]] = {

@@ -7,16 +7,16 @@ from dataclasses import asdict, replace
 import pytest
 import scipy.stats
 
+from blockmean.lab.compare import Interval, Stage, Study, differences, interval
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.records import write
-from blockmean.lab.study import Interval, Stage, Study, differences, interval
-from blockmean.lab.train import steps_per_epoch
+from blockmean.lab.tasks import Task, steps_per_epoch
 
 ARMS = {
     "diag": {"optimizer": "Adagrad", "options": {"eps": 1e-10}},
     "BMA": {"optimizer": "AdaGradBMA", "options": {"variant": "consistent"}},
 }
-STUDY = Study("tiny", "digits", "small", ARMS, (0.1, 0.01), Stage((7,), 1), Stage((0, 1), 2), batch=1000)
+STUDY = Study("tiny", Task("digits", "small", batch=1000), ARMS, (0.1, 0.01), Stage((7,), 4), Stage((0, 1), 8))
 
 
 def record_of(spec, last_loss, **changed):
@@ -47,7 +47,7 @@ def test_a_study_tunes_runs_fresh_seeds_and_is_not_run_twice(tmp_path):
 
 
 def test_the_best_rate_has_the_smallest_loss_and_no_divergence(tmp_path):
-    study = replace(STUDY, rates=(1.0, 0.1, 0.01), tuning=Stage((7, 8), 1))
+    study = replace(STUDY, rates=(1.0, 0.1, 0.01), tuning=Stage((7, 8), 4))
     losses = {"diag": (0.9, 0.5, 0.7), "BMA": (0.1, 0.6, 0.4)}
     for arm in ARMS:
         for rate, loss in zip(study.rates, losses[arm], strict=True):
@@ -90,7 +90,7 @@ def test_intervals_are_those_of_a_t_test():
 
 
 def test_differences_are_taken_between_equal_seeds():
-    specs = STUDY.specs("diag", [0.1], Stage((0, 1, 2, 3), 1))
+    specs = STUDY.specs("diag", [0.1], Stage((0, 1, 2, 3), 4))
     theirs = [record_of(spec, loss) for spec, loss in zip(specs, (1.0, 2.0, 3.0, 9.0), strict=True)]
     ours = [record_of(spec, loss) for spec, loss in zip(specs, (0.5, 1.7, 2.6, 0.0), strict=True)]
     found = differences([ours[2], ours[0], ours[1]], theirs, lambda record: record["train_loss"])
@@ -100,16 +100,16 @@ def test_differences_are_taken_between_equal_seeds():
 
 def test_the_papers_protocol():
     quick, paper = studies("quick"), studies("paper")
-    assert {study.dataset for study in quick} == {"digits"}
+    assert {study.task.dataset for study in quick} == {"digits"}
     assert [study.name for study in paper] == ["mnist-small", "cifar10-small", "mnist-large", "cifar10-large"]
     for study in [*quick, *paper]:
         assert study.rates == (1.0, 0.1, 0.01, 0.001, 0.0001)
-        assert study.batch == 100
-        assert study.flip == (study.dataset == "cifar10")
+        assert study.task.batch == 100
+        assert study.task.flip == (study.task.dataset == "cifar10")
         assert not set(study.tuning.seeds) & set(study.final.seeds)
-        assert ("full" in study.arms) == (study.model == "small")
+        assert ("full" in study.arms) == (study.task.model == "small")
         assert study.arms["BMA"]["options"]["eigenvalue_floor"] == 1e-10
     changed = studies("paper", seeds=3, epochs=7)
-    assert {study.final for study in changed} == {Stage((0, 1, 2), 7)}
+    assert {(study.final.seeds, study.epochs(study.final)) for study in changed} == {((0, 1, 2), 7)}
     with pytest.raises(ValueError, match=r"profile must be one of quick, paper. Got 'fast'"):
         studies("fast")

@@ -1,0 +1,185 @@
+"""`blockmean bench`: measurements against other optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from blockmean.cli._app import app, check_folder, console, errors, readable_errors
+
+if TYPE_CHECKING:
+    from blockmean.lab.compare import Table as Cells
+    from blockmean.lab.race import Race, TaskResult
+
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure optimizers against each other.")
+app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _group() -> None:
+    """Measure optimizers against each other."""
+
+
+@bench.command(short_help="A fair race of optimizers over several tasks.")
+def race(
+    tasks: Annotated[
+        str | None, typer.Option(help="Names from --list, separated by commas.", show_default="all")
+    ] = None,
+    arms: Annotated[
+        str | None,
+        typer.Option(help="Names from --list, separated by commas; AdamW always runs.", show_default="all"),
+    ] = None,
+    profile: Annotated[
+        str,
+        typer.Option(help="quick (embedded data, minutes) or full (MNIST, CIFAR-10 and Shakespeare, hours)."),
+    ] = "quick",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with mnist, cifar10 and text.", show_default="$BLOCKMEAN_DATA")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for race.json and pictures.", file_okay=False)] = Path("out/race"),
+    records: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the records, one per run.", file_okay=False, show_default="OUT/records"),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Runs at a time, each on one thread.", min=1)] = 2,
+    seeds: Annotated[int, typer.Option(help="Fresh seeds for the best rate of every arm.", min=1)] = 5,
+    tuning_seeds: Annotated[int, typer.Option(help="Seeds with which every rate is tried.", min=1, max=5)] = 1,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of every run, for a trial.", min=1, show_default="those of the task")
+    ] = None,
+    draw_only: Annotated[
+        bool, typer.Option("--draw-only", help="Run nothing: tables and pictures of the records so far.")
+    ] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="List tasks and arms, and exit.")] = False,
+) -> None:
+    """Race optimizers: steps and seconds to AdamW's training loss, and the loss after equal steps.
+
+    Every arm tries five learning rates; its best one runs with fresh seeds. Finished runs are kept as records and not
+    repeated: stop with Ctrl-C at any time, and run the same command again to resume.
+    """
+    with readable_errors("bench race"):
+        from blockmean.lab.arms import ARMS
+        from blockmean.lab.race import make_race, missing_packages
+        from blockmean.lab.records import WorkerKilled
+        from blockmean.lab.tasks import PROFILES, verify_data
+
+        if profile not in PROFILES:
+            raise ValueError(f"profile must be one of {', '.join(PROFILES)}. Got {profile!r} instead.")
+        if list_all:
+            _list(profile)
+            return
+        chosen = _names(arms)
+        missing = missing_packages(arm for arm in ARMS if chosen is None or arm in chosen)
+        if missing:
+            raise SystemExit(f"`blockmean bench race` needs {' and '.join(missing)}: pip install 'blockmean[race]'")
+        found = make_race(_names(tasks), chosen, profile, seeds, tuning_seeds, steps)
+        records = records or out / "records"
+        for folder in (out, records):
+            check_folder(folder)
+        if not draw_only:
+            for name, study in found.studies().items():
+                if not study.is_complete(records / name):
+                    verify_data(study.task, data_dir)
+        for folder in (out, records):
+            folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if not draw_only:
+            _run(found, records, data_dir, jobs, out)
+    except KeyboardInterrupt:
+        errors.print(f"Stopped. Finished runs are in {records}: run the same command again to resume.", soft_wrap=True)
+        raise typer.Exit(130) from None
+    except WorkerKilled as error:
+        errors.print(str(error), soft_wrap=True)
+        raise typer.Exit(1) from None
+    _show(found, _write(found, records, out), out)
+
+
+def _names(given: str | None) -> list[str] | None:
+    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+
+
+def _list(profile: str) -> None:
+    """Print the tasks of a profile and the arms with their rates."""
+    from blockmean.lab.arms import ARMS
+    from blockmean.lab.tasks import PROFILES
+
+    for name, task in PROFILES[profile].items():
+        print(f"task  {name:20} {task.title}: {task.steps} steps of batch {task.batch}")
+    for name, arm in ARMS.items():
+        rates = ", ".join(f"{rate:g}" for rate in arm.rates)
+        options = "".join(f", {key}={value}" for key, value in arm.options.items())
+        print(f"arm   {name:20} {arm.optimizer}{options}; rates {rates}")
+
+
+def _run(race: Race, records: Path, data_dir: Path | None, jobs: int, out: Path) -> None:
+    """Make the runs that have no record yet, task after task; what is known is written after each."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+    )
+    studies = race.studies()
+    with Progress(*columns, console=console, speed_estimate_period=300) as progress:
+        bars = [progress.add_task(name, total=study.total_steps(), start=False) for name, study in studies.items()]
+        for bar, (name, study) in zip(bars, studies.items(), strict=True):
+            progress.start_task(bar)
+
+            def show(steps: int, bar: TaskID = bar) -> None:
+                progress.update(bar, completed=steps)
+
+            study.run(records / name, data_dir, jobs, show)
+            _write(race, records, out)
+
+
+def _write(race: Race, records: Path, out: Path) -> list[TaskResult]:
+    """Write race.json and the pictures from the records, finished or not."""
+    from blockmean.lab.race import results, save_summary
+    from blockmean.lab.race_pictures import draw_overview, draw_task
+
+    found = results(race, records)
+    save_summary(race, found, out / "race.json")
+    ready = [one for one in found if one.arms]
+    for one in ready:
+        draw_task(one, out / f"race-{one.name}")
+    if ready:
+        draw_overview(ready, out / "race")
+    return found
+
+
+def _show(race: Race, found: list[TaskResult], out: Path) -> None:
+    from blockmean.lab.race import notes, table
+
+    for one in found:
+        if one.arms:
+            console.print(_rich(table(one)))
+    for note in notes(race, found):
+        console.print(note, soft_wrap=True)
+    console.print(
+        "Ratios are medians over paired seeds with a bootstrap 95% interval, differences means with a 95% t interval; "
+        "∞: the target was missed; edge: the best rate is the largest or smallest tried.",
+        style="dim",
+    )
+    for path in (out / "race.json", *sorted(out.glob("race*.png"))):
+        console.print(str(path), soft_wrap=True)
+
+
+def _rich(cells: Cells) -> Table:
+    shown = Table(*cells.header, title=cells.title, title_justify="left")
+    for row in cells.rows:
+        shown.add_row(*row)
+    return shown

@@ -1,0 +1,356 @@
+"""A fair comparison: every arm is tuned over as many rates and seeds, and its best rate runs with fresh seeds.
+
+The study, the paired differences with their interval, the verdict and the tables of every comparison are here.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from scipy.stats import t as student
+
+from blockmean.lab.records import UnusableRecord, read_strictly, run_all
+from blockmean.lab.spec import RunSpec
+from blockmean.lab.tasks import Task, steps_per_epoch
+from blockmean.lab.train import Record
+
+
+def last_loss(record: Record) -> float:
+    """Mean training loss over the batches of the last epoch; infinite for a run that diverged."""
+    return math.inf if diverged(record) else float(record["epochs"][-1]["train_loss"])
+
+
+def diverged(record: Record) -> bool:
+    return record["diverged_at"] is not None
+
+
+class Stage(NamedTuple):
+    """A number of steps with each of these seeds."""
+
+    seeds: tuple[int, ...]
+    steps: int
+
+
+class Findings(NamedTuple):
+    """What the records of a study say."""
+
+    tuned: dict[str, dict[float, float]]
+    """Per arm and rate the mean of the study's measure, infinite where a run diverged."""
+    best: dict[str, float]
+    """Per arm the rate with the smallest of these."""
+    results: dict[str, list[Record]]
+    """Per arm the records of its best rate with the fresh seeds, in their order."""
+    every: list[Record]
+    """All records of the study."""
+    started: dict[str, int]
+    """The arms that have any record, usable or not, with the number of their usable tuning runs."""
+    unusable: list[str]
+    """One sentence for each record that cannot be used; it counts as missing."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """Several optimizers on one task. `arms` gives for each its name, class and options."""
+
+    name: str
+    task: Task
+    arms: Mapping[str, Mapping[str, Any]]
+    rates: tuple[float, ...] | Mapping[str, tuple[float, ...]]
+    """The same for all arms, or for each its own."""
+    tuning: Stage
+    final: Stage
+    measure: Callable[[Record], float] = last_loss
+    """Chooses the rate: the smallest is the best."""
+    baseline: str | None = None
+    """The arm whose rates are tried before any other arm runs."""
+    curve: bool = False
+    seed_shifts: Mapping[str, int] = field(default_factory=dict)
+    """Arms whose seeds are others, by how much."""
+
+    def rates_of(self, arm: str) -> tuple[float, ...]:
+        return self.rates[arm] if isinstance(self.rates, Mapping) else self.rates
+
+    def at_edge(self, arm: str, rate: float) -> bool:
+        """Whether no larger or no smaller rate was tried, so that a better one may lie beyond."""
+        return rate in (min(self.rates_of(arm)), max(self.rates_of(arm)))
+
+    def epochs(self, stage: Stage) -> int:
+        return stage.steps // steps_per_epoch(self.task.dataset, self.task.batch)
+
+    def specs(self, arm: str, rates: Sequence[float], stage: Stage) -> list[RunSpec]:
+        """Every rate with every seed of a stage."""
+        shift = self.seed_shifts.get(arm, 0)
+        return [
+            self.task.spec(self.arms[arm], rate, seed + shift, stage.steps, self.curve)
+            for rate in rates
+            for seed in stage.seeds
+        ]
+
+    def tuning_specs(self) -> list[RunSpec]:
+        """The runs among which the learning rates are chosen: the baseline's first, then the arms in turn."""
+        runs = {arm: self.specs(arm, self.rates_of(arm), self.tuning) for arm in self.arms}
+        first = runs.pop(self.baseline) if self.baseline is not None else []
+        return [*first, *in_turn(runs.values())]
+
+    def final_specs(self, best: Mapping[str, float]) -> list[RunSpec]:
+        """The runs with fresh seeds, for each seed all arms one after another: they share the state of the machine."""
+        return list(in_turn(self.specs(arm, [rate], self.final) for arm, rate in best.items()))
+
+    def findings(self, folder: Path) -> Findings:
+        """What the records in a folder say.
+
+        An arm that misses a tuning run has no best rate yet: the best of some is not the best of all. Nor has one that
+        diverges with every rate.
+        """
+        tuned: dict[str, dict[float, float]] = {}
+        results: dict[str, list[Record]] = {}
+        every: list[Record] = []
+        started: dict[str, int] = {}
+        unusable: list[str] = []
+        for arm in self.arms:
+            known = len(unusable)
+            rates = self.rates_of(arm)
+            runs = {rate: _read(folder, self.specs(arm, [rate], self.tuning), unusable) for rate in rates}
+            tuning = [record for records in runs.values() for record in records]
+            every += tuning
+            if tuning or len(unusable) > known:
+                started[arm] = len(tuning)
+            if all(len(records) == len(self.tuning.seeds) for records in runs.values()):
+                tuned[arm] = {rate: statistics.mean(map(self.measure, records)) for rate, records in runs.items()}
+        best = {arm: min(losses, key=losses.__getitem__) for arm, losses in tuned.items()}
+        best = {arm: rate for arm, rate in best.items() if math.isfinite(tuned[arm][rate])}
+        for arm, rate in best.items():
+            results[arm] = _read(folder, self.specs(arm, [rate], self.final), unusable)
+            every += results[arm]
+        results = {arm: records for arm, records in results.items() if records}
+        return Findings(tuned, best, results, every, started, unusable)
+
+    def is_complete(self, folder: Path) -> bool:
+        """Whether every run has a record."""
+        known = self.findings(folder)
+        return len(known.every) == len(self.tuning_specs()) + len(known.best) * len(self.final.seeds)
+
+    def total_steps(self) -> int:
+        """Training steps of the whole study."""
+        tuning = len(self.tuning_specs()) * self.tuning.steps
+        return tuning + len(self.arms) * len(self.final.seeds) * self.final.steps
+
+    def run(
+        self, folder: Path, data_dir: Path | None, jobs: int, on_steps: Callable[[int], None] = lambda steps: None
+    ) -> None:
+        """Make all runs that have no record yet, and write their records into a folder."""
+        tuning = self.tuning_specs()
+        for _ in run_all(tuning, folder, data_dir, jobs, on_steps):
+            pass
+        done = sum(spec.steps for spec in tuning)
+        final = self.final_specs(self.findings(folder).best)
+        for _ in run_all(final, folder, data_dir, jobs, lambda steps: on_steps(done + steps)):
+            pass
+
+
+def in_turn(lists: Iterable[Sequence[RunSpec]]) -> Iterator[RunSpec]:
+    """The first of every list, then the second of every list, and so on."""
+    return (spec for spec in chain.from_iterable(zip_longest(*lists)) if spec is not None)
+
+
+def _read(folder: Path, specs: Sequence[RunSpec], unusable: list[str]) -> list[Record]:
+    """The usable records among those of the specs; what is wrong with the others goes to `unusable`."""
+    records = []
+    for spec in specs:
+        try:
+            record = read_strictly(folder, spec)
+        except UnusableRecord as error:
+            unusable.append(str(error))
+        else:
+            records += [] if record is None else [record]
+    return records
+
+
+class Interval(NamedTuple):
+    """A mean and half the width of its 95% confidence interval."""
+
+    mean: float
+    half_width: float
+
+    def __str__(self) -> str:
+        # Two digits of the half width, and as many decimals of the mean; five at most, the rest is rounding.
+        decimals = min(max(0, 1 - math.floor(math.log10(max(self.half_width, 1e-5)))), 5)
+        return f"{self.mean:+.{decimals}f} ± {self.half_width:.{decimals}f}".replace("-", "−")
+
+
+def pairs(
+    ours: Sequence[Record], theirs: Sequence[Record], value: Callable[[Record], float], shift: int = 0
+) -> list[tuple[float, float]]:
+    """(ours, theirs) for every seed that both have; our seeds are larger by `shift`."""
+    others = {record["spec"]["seed"]: value(record) for record in theirs}
+    seeds = [(record, record["spec"]["seed"] - shift) for record in ours]
+    return [(value(record), others[seed]) for record, seed in seeds if seed in others]
+
+
+def differences(
+    ours: Sequence[Record], theirs: Sequence[Record], value: Callable[[Record], float], shift: int = 0
+) -> list[float]:
+    """Ours minus theirs for every seed that both have; 0 where both are infinite."""
+    return [0.0 if mine == its else mine - its for mine, its in pairs(ours, theirs, value, shift)]
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """Their mean with its 95% interval by Student's t; None for fewer than two, or where one is not finite."""
+    n = len(values)
+    if n < 2 or not all(map(math.isfinite, values)):
+        return None
+    half = float(student.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n)
+    return Interval(statistics.mean(values), half)
+
+
+def format_difference(values: Sequence[float]) -> str:
+    """The mean of differences and its interval, or why there is none."""
+    if len(values) < 2:
+        return f"{values[0]:+.2g} with one seed".replace("-", "−") if values else "no pair of runs"
+    return str(interval(values) or "no mean, runs diverged")
+
+
+class MedianInterval(NamedTuple):
+    """A median and its 95% interval; infinite values count as large."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{_plain(self.median)} ({_plain(self.low)}–{_plain(self.high)})"
+
+
+def _plain(value: float) -> str:
+    return "∞" if math.isinf(value) else f"{value:.2f}"
+
+
+def bootstrap_median(values: Sequence[float], resamples: int = 10_000) -> MedianInterval | None:
+    """The median of values, some perhaps infinite, with the 95% percentile interval of its bootstrap.
+
+    None for fewer than two values. The resamples are the same every time.
+    """
+    if len(values) < 2:
+        return None
+    data = torch.tensor(values, dtype=torch.float64)
+    chosen = torch.randint(len(values), (resamples, len(values)), generator=torch.Generator().manual_seed(0))
+    ordered = data[chosen].sort(1).values
+    middle = len(values) // 2
+    # The mean of the two in the middle is infinite if one of them is.
+    medians = (ordered[:, middle] if len(values) % 2 else ordered[:, middle - 1 : middle + 1].mean(1)).sort().values
+    low, high = medians[int(0.025 * resamples)], medians[int(0.975 * resamples) - 1]
+    return MedianInterval(statistics.median(values), float(low), float(high))
+
+
+class Verdict(StrEnum):
+    """The result of checking a claim."""
+
+    HOLDS = "holds"
+    FAILS = "does not hold"
+    NOISE = "within noise"
+    UNKNOWN = "no verdict"
+
+    @classmethod
+    def of(cls, holds: bool) -> Verdict:
+        """For claims that are either true or not."""
+        return cls.HOLDS if holds else cls.FAILS
+
+
+def verdict(found: Sequence[float]) -> Verdict:
+    """Whether differences are below 0 beyond noise; a run that diverged is infinitely bad."""
+    mean = interval(found)
+    if mean is None:
+        worse, better = math.inf in found, -math.inf in found
+        return Verdict.NOISE if worse == better else Verdict.of(better)
+    return Verdict.NOISE if abs(mean.mean) <= mean.half_width else Verdict.of(mean.mean < 0)
+
+
+class Table(NamedTuple):
+    """A table as text, cell by cell."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        """The table in Markdown, without its title."""
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+class Column(NamedTuple):
+    """A measure of the final runs: its mean, and its paired difference from the baseline if that has a title."""
+
+    title: str
+    value: Callable[[Record], float]
+    format: str
+    difference: str = ""
+
+
+def results_table(
+    study: Study,
+    found: Findings,
+    baseline: str | Mapping[str, str],
+    columns: Sequence[Column],
+    title: str,
+    describe: Callable[[list[Record]], str] = lambda records: "",
+) -> Table:
+    """What the best rate of each arm reached, and the difference from its baseline; `describe` names failures."""
+    header = ["optimizer", "rate", "seeds"]
+    header += [name for column in columns for name in (column.title, column.difference) if name]
+    wanted = len(study.final.seeds)
+    rows = []
+    for arm in found.started:
+        records = found.results.get(arm, [])
+        if not records:
+            rows.append([arm, *_without_results(study, found, arm), *["–"] * (len(header) - 3)])
+            continue
+        other = baseline if isinstance(baseline, str) else baseline.get(arm)
+        theirs = found.results.get(other or "", []) if other != arm else []
+        rate = found.best[arm]
+        seeds = [str(wanted) if len(records) == wanted else f"{len(records)} of {wanted}", describe(records)]
+        row = [arm, f"{rate:g} (edge)" if study.at_edge(arm, rate) else f"{rate:g}", ", ".join(filter(None, seeds))]
+        for column in columns:
+            row.append(f"{statistics.mean(map(column.value, records)):{column.format}}")
+            if column.difference:
+                gained = differences(records, theirs, column.value, study.seed_shifts.get(arm, 0))
+                row.append(str(interval(gained) or "–"))
+        rows.append(row)
+    return Table(title, header, rows)
+
+
+def _without_results(study: Study, found: Findings, arm: str) -> list[str]:
+    """The rate of an arm that has no final run yet, and why it has none."""
+    rate = found.best.get(arm)
+    if rate is not None:
+        return [f"{rate:g}", f"0 of {len(study.final.seeds)}"]
+    if arm in found.tuned:
+        return ["none", "diverged with every rate"]
+    wanted = len(study.rates_of(arm)) * len(study.tuning.seeds)
+    return ["none yet", f"{found.started[arm]} of {wanted} tuning runs"]
+
+
+def unfinished(study: Study, found: Findings, *arms: str) -> str:
+    """Which of these arms lack runs: a verdict waits for all of them."""
+    counts = {arm: len(found.results.get(arm, [])) for arm in arms}
+    wanted = len(study.final.seeds)
+    short = [f"{arm} has {count} of {wanted} runs" for arm, count in counts.items() if count < wanted]
+    return ", ".join(short) or ("" if wanted > 1 else "one seed says nothing of noise")
+
+
+def provenance(records: Sequence[Record]) -> str:
+    """The code and machine that made records."""
+    made = Counter(
+        "code {code}, torch {torch}, {cpu}".format_map({"code": "?", "torch": "?", "cpu": "?", **record["environment"]})
+        for record in records
+    )
+    return "; ".join(f"{count} runs by {what}" for what, count in made.most_common())

@@ -1,0 +1,205 @@
+"""Tasks: data, a model, a loss with its error, a batch and a number of steps. An optimizer is all they lack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from blockmean.lab.data import load, verify
+from blockmean.lab.models import AUTOENCODERS, MODELS
+from blockmean.lab.spec import RunSpec
+from blockmean.lab.text import CONTEXT, TEXT_MODELS, WINDOWS, held_out, read_text, vocabulary
+
+TRAINING_EXAMPLES = {"digits": 4_000, "mnist": 60_000, "cifar10": 50_000}
+TRAINING_EXAMPLES |= {name: count - held_out(count) for name, count in WINDOWS.items()}
+IMAGE_SHAPES = {"digits": (1, 28, 28), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is minimised, the mean over a batch, and the error that is reported beside it, summed over all targets."""
+
+    mean: Callable[[Tensor, Tensor], Tensor]
+    error: Callable[[Tensor, Tensor], Tensor]
+    unit: str
+    """What the mean of the error is, in words."""
+
+
+def _bits(outputs: Tensor, pixels: Tensor) -> Tensor:
+    """Binary cross-entropy of logits, summed over the pixels of an image."""
+    return functional.binary_cross_entropy_with_logits(outputs, pixels, reduction="sum") / len(pixels)
+
+
+def _squares(outputs: Tensor, pixels: Tensor) -> Tensor:
+    return (outputs.sigmoid() - pixels).square().sum()
+
+
+def _wrong(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) != targets).sum()
+
+
+LOSSES = {
+    "cross_entropy": Loss(functional.cross_entropy, _wrong, "share of wrong predictions"),
+    "reconstruction": Loss(_bits, _squares, "mean squared error of a pixel"),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything about a run but the optimizer, its learning rate and the seed."""
+
+    dataset: str
+    model: str
+    steps: int = 0
+    batch: int = 128
+    inputs: str = "normalised"
+    loss: str = "cross_entropy"
+    flip: bool = False
+    title: str = field(default="", compare=False)
+
+    def spec(self, arm: Mapping[str, Any], lr: float, seed: int, steps: int = 0, curve: bool = False) -> RunSpec:
+        """A run of this task; `arm` has the optimizer and its options."""
+        return RunSpec(
+            self.dataset,
+            self.model,
+            **arm,
+            lr=lr,
+            seed=seed,
+            steps=steps or self.steps,
+            inputs=self.inputs,
+            batch=self.batch,
+            flip=self.flip,
+            loss=self.loss,
+            curve=curve,
+        )
+
+
+TASKS = {
+    "mlp-raw": Task("mnist", "mlp", 800, inputs="raw", title="MNIST MLP, raw pixels"),
+    "mlp": Task("mnist", "mlp", 800, title="MNIST MLP, normalised"),
+    "autoencoder": Task("mnist", "autoencoder", 800, inputs="raw", loss="reconstruction", title="MNIST autoencoder"),
+    "cnn": Task("cifar10", "convnet", 400, batch=64, title="CIFAR-10 CNN"),
+    "resnet": Task("cifar10", "resnet", 300, batch=64, title="CIFAR-10 BatchNorm ResNet"),
+    "transformer-64": Task("shakespeare", "transformer-64", 400, batch=32, title="Shakespeare, transformer 64 × 2"),
+    "transformer-192": Task("shakespeare", "transformer-192", 400, batch=32, title="Shakespeare, transformer 192 × 4"),
+}
+"""The tasks of the race; adding one is adding a row."""
+
+_EMBEDDED = {"mnist": "digits", "cifar10": "digits", "shakespeare": "manual"}
+_IN_WORDS = {"MNIST": "Digits", "CIFAR-10": "Digits", "Shakespeare": "Python manual"}
+_QUICK_STEPS = {"mlp-raw": 200, "mlp": 200, "autoencoder": 200, "cnn": 60, "transformer-64": 60}
+
+
+def _quick(task: Task, steps: int) -> Task:
+    """The task on data that every installation has."""
+    title = task.title
+    for name, other in _IN_WORDS.items():
+        title = title.replace(name, other)
+    return replace(task, dataset=_EMBEDDED[task.dataset], steps=steps, title=title)
+
+
+PROFILES = {"quick": {name: _quick(TASKS[name], steps) for name, steps in _QUICK_STEPS.items()}, "full": TASKS}
+
+
+class Data(NamedTuple):
+    """Inputs and targets, for training and held out; the first dim counts examples."""
+
+    train: Tensor
+    train_targets: Tensor
+    test: Tensor
+    test_targets: Tensor
+
+
+def steps_per_epoch(dataset: str, batch: int) -> int:
+    """Full batches in one pass over the training examples; those left over are not used."""
+    require_one_of("dataset", dataset, TRAINING_EXAMPLES)
+    count = TRAINING_EXAMPLES[dataset]
+    if not 1 <= batch <= count:
+        raise ValueError(
+            f"A batch of {batch} cannot be drawn from {count} {'windows' if dataset in WINDOWS else 'images'}."
+        )
+    return count // batch
+
+
+def models_of(spec: RunSpec | Task) -> Mapping[str, Callable[[Any], nn.Module]]:
+    """The models that fit the data and the loss."""
+    require_one_of("dataset", spec.dataset, TRAINING_EXAMPLES)
+    require_one_of("loss", spec.loss, LOSSES)
+    if spec.dataset in WINDOWS:
+        return TEXT_MODELS
+    return AUTOENCODERS if spec.loss == "reconstruction" else MODELS
+
+
+def make_model(spec: RunSpec | Task) -> nn.Module:
+    """A new model for a task. Takes no data."""
+    text = spec.dataset in WINDOWS
+    shape = (vocabulary(spec.dataset), CONTEXT) if text else IMAGE_SHAPES[spec.dataset]
+    return _channels_last(models_of(spec)[spec.model](shape))
+
+
+def network(name: str, images: Tensor) -> nn.Module:
+    """A new classifier for these images."""
+    channels, height, width = images.shape[1:]
+    return _channels_last(MODELS[name]((channels, height, width)))
+
+
+def _channels_last(model: nn.Module) -> nn.Module:
+    """In this memory format small convolutions are faster."""
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]  # not in its stubs
+
+
+def verify_data(task: RunSpec | Task, data_dir: Path | None = None, download: bool = False) -> None:
+    """Read the data of a task once: if it is missing or damaged, this should fail before hours of work."""
+    if task.dataset in WINDOWS:
+        read_text(task.dataset, data_dir)
+    else:
+        verify(task.dataset, data_dir, download)
+
+
+def load_data(spec: RunSpec | Task, data_dir: Path | None = None) -> Data:
+    """The data of a run; it is read once per process."""
+    return _load(spec.dataset, spec.inputs, spec.loss, data_dir)
+
+
+@lru_cache(maxsize=2)
+def _load(dataset: str, inputs: str, loss: str, data_dir: Path | None) -> Data:
+    if dataset in WINDOWS:
+        text = read_text(dataset, data_dir)
+        count = TRAINING_EXAMPLES[dataset]
+        return Data(text.inputs[:count], text.targets[:count], text.inputs[count:], text.targets[count:])
+    images = load(dataset, inputs, data_dir)
+    train, test = (part.contiguous(memory_format=torch.channels_last) for part in (images.train, images.test))
+    if loss == "reconstruction":
+        return Data(train, train.flatten(1), test, test.flatten(1))
+    return Data(train, images.train_labels, test, images.test_labels)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> dict[str, float | None]:
+    """Mean loss (None if it is not finite) and mean error, with the model in evaluation mode."""
+    total = error = 0.0
+    model.eval()
+    for x, y in zip(inputs.split(1000), targets.split(1000), strict=True):
+        outputs = model(x)
+        total += float(loss.mean(outputs, y)) * len(x)
+        error += float(loss.error(outputs, y))
+    model.train()
+    finite = math.isfinite(total)
+    return {
+        "test_loss": total / len(targets) if finite else None,
+        "test_error": error / targets.numel() if math.isfinite(error) else 1.0,
+    }
+
+
+def require_one_of(name: str, value: str, known: Mapping[str, object] | tuple[str, ...]) -> None:
+    """Raise ValueError unless the value is a known one."""
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}. Got {value!r} instead.")

@@ -1,0 +1,115 @@
+"""`blockmean bench race`: real races with a few steps, resumed, refused and half done."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from blockmean import cli
+from blockmean.lab.arms import ARMS
+from blockmean.lab.tasks import PROFILES
+
+run = CliRunner().invoke
+WIDE = {"COLUMNS": "250"}
+
+
+def race(*arguments: str, **environment: str):
+    return run(cli.app, ["bench", "race", *arguments], env={**WIDE, **environment})
+
+
+def test_list_names_every_task_and_arm():
+    for profile, tasks in PROFILES.items():
+        lines = race("--list", "--profile", profile).output.splitlines()
+        assert [line.split()[:2] for line in lines if line.startswith("task")] == [["task", name] for name in tasks]
+        assert [line for line in lines if line.startswith("arm")] == lines[len(tasks) :]
+        assert all(any(line.startswith(f"arm   {arm} ") for line in lines) for arm in ARMS)
+
+
+def test_a_race_runs_resumes_and_redraws(tmp_path: Path):
+    arguments = ["--tasks", "mlp-raw", "--arms", "AdamBMA", "--steps", "20", "--seeds", "2", "--jobs", "1"]
+    arguments += ["--out", str(tmp_path)]
+    result = race(*arguments)
+    assert result.exit_code == 0, result.output
+    records = sorted((tmp_path / "records" / "mlp-raw").iterdir())
+    assert len(records) == 2 * (5 + 2)
+    for name in ("AdamW", "AdamBMA", "Digits MLP, raw pixels, 20 steps: target", str(tmp_path / "race.json")):
+        assert name in result.output
+    found = json.loads((tmp_path / "race.json").read_text())
+    task = found["tasks"]["mlp-raw"]
+    assert set(task["arms"]) == {"AdamW", "AdamBMA"}
+    tuned = task["tuned"]["AdamW"]
+    assert task["target"] == min(tuned.values())
+    assert f"{task['arms']['AdamW']['rate']:g}" == min(tuned, key=tuned.__getitem__)
+    assert found["environment"]["torch"]
+    assert {"race.png", "race.svg", "race-mlp-raw.png", "race-mlp-raw.svg"} <= {p.name for p in tmp_path.iterdir()}
+
+    stamps = {path: path.stat().st_mtime_ns for path in records}
+    records[0].unlink()
+    assert race(*arguments).exit_code == 0
+    again = {path: path.stat().st_mtime_ns for path in records}
+    assert [path for path in records if again[path] != stamps[path]] == records[:1]  # only what was missing
+
+    (tmp_path / "race.json").unlink()
+    records[-1].unlink()
+    redrawn = race(*arguments, "--draw-only")
+    assert redrawn.exit_code == 0
+    assert not records[-1].exists()
+    assert (tmp_path / "race.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "mlp,chess"], "There is no task 'chess'. There are mlp-raw; mlp;"),
+        (["--arms", "Lion"], "There is no arm 'Lion'. There are AdamW;"),
+        (["--profile", "slow"], "profile must be one of quick, full. Got 'slow' instead."),
+        (["--seeds", "0"], "--seeds"),
+        (["--tuning-seeds", "6"], "--tuning-seeds"),
+        (["--jobs", "0"], "--jobs"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_computed(arguments: list[str], message: str, tmp_path: Path):
+    result = race(*arguments, "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_data_is_named_before_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("BLOCKMEAN_DATA", raising=False)
+    out = tmp_path / "out"
+    for task, what in (("mlp", "mnist is not here"), ("transformer-64", "text/tinyshakespeare.txt is not here")):
+        result = race(
+            "--profile", "full", "--tasks", task, "--arms", "AdamW", "--out", str(out), BLOCKMEAN_CACHE=str(tmp_path)
+        )
+        assert result.exit_code == 2
+        assert what in result.output
+        assert "neither --data-dir nor BLOCKMEAN_DATA is given" in result.output
+    assert not out.exists()
+
+
+def test_a_missing_package_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = importlib.import_module
+
+    def without(name: str, package: str | None = None):
+        if name == "pytorch_optimizer":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    result = race("--arms", "SOAP,Kron", "--out", str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert result.output == "`blockmean bench race` needs pytorch_optimizer: pip install 'blockmean[race]'\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_is_complete_at_80_columns():
+    for arguments in (["bench", "--help"], ["bench", "race", "--help"]):
+        text = run(cli.app, arguments, env={"COLUMNS": "80"}).output
+        assert max(map(len, text.splitlines())) <= 80
+        assert "…" not in text
+        assert "race" in text

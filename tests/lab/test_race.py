@@ -1,0 +1,452 @@
+"""The race: tasks, arms and measures, on records made by hand and on real tiny runs."""
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from torch import nn
+
+from blockmean.lab import arms, tasks, train
+from blockmean.lab.arms import ARMS, BASELINE, Unsuitable, hidden_matrices, make, state_bytes
+from blockmean.lab.compare import MedianInterval, bootstrap_median
+from blockmean.lab.race import (
+    Race,
+    final_loss,
+    make_race,
+    missing_packages,
+    notes,
+    results,
+    seconds_after,
+    smoothed,
+    steps_to,
+    summary,
+    table,
+)
+from blockmean.lab.race_pictures import draw_overview, draw_task
+from blockmean.lab.records import UnusableRecord, read_strictly, write
+from blockmean.lab.tasks import PROFILES, TASKS, evaluate, load_data, make_model
+from blockmean.lab.text import CharacterTransformer
+from blockmean.lab.train import run, time_marks
+
+QUICK = PROFILES["quick"]
+PEERS_HERE = not missing_packages()
+
+
+def spec_of(task="mlp-raw", arm=BASELINE, steps=40, lr=1e-2, seed=0, profile=QUICK):
+    return replace(profile[task], steps=steps).spec(ARMS[arm].settings(), lr, seed, curve=True)
+
+
+def record_of(spec, losses, seconds=1.0, **changed):
+    """A record as `run` writes it, with chosen losses and the same seconds for every step."""
+    marks = [mark for mark in time_marks(spec.steps) if mark <= len(losses)]
+    record = {
+        "spec": asdict(spec),
+        "environment": {},
+        "epochs": [{"train_loss": 1.0, "test_loss": 1.0, "test_error": 0.5}] * (spec.steps // 31),
+        "diverged_at": None if len(losses) == spec.steps else len(losses),
+        "train_loss": 1.0,
+        "test_loss": losses[-1],
+        "test_error": 0.5,
+        "seconds": seconds * len(losses),
+        "step_seconds": 0.25 * seconds * len(losses),
+        "parameters": 100,
+        "state_bytes": 800,
+        "losses": losses,
+        "seconds_at": [seconds * mark for mark in marks],
+        **changed,
+    }
+    return json.loads(json.dumps(record))
+
+
+# Tasks
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_has_a_model_that_fits_its_loss(name):
+    task = TASKS[name]
+    torch.manual_seed(0)
+    model = make_model(task)
+    if task.dataset == "shakespeare":
+        inputs, targets = torch.randint(65, (2, 64)), torch.randint(65, (2, 64))
+    else:
+        inputs = torch.rand(2, *tasks.IMAGE_SHAPES[task.dataset])
+        targets = inputs.flatten(1) if task.loss == "reconstruction" else torch.tensor([3, 7])
+    loss = tasks.LOSSES[task.loss]
+    found = evaluate(model, loss, inputs, targets)
+    assert model.training
+    classes = 65 if task.dataset == "shakespeare" else 10
+    guess = {"cross_entropy": math.log(classes), "reconstruction": 784 * math.log(2)}
+    assert found["test_loss"] == pytest.approx(guess[task.loss], rel=0.15)
+    assert 0 <= found["test_error"] <= 1
+
+
+def test_the_sizes_of_the_models_are_those_of_the_race():
+    sizes = {name: sum(p.numel() for p in make_model(task).parameters()) for name, task in TASKS.items()}
+    assert sizes["mlp-raw"] == sizes["mlp"] == 55_050
+    assert sizes["cnn"] == 66_570
+    assert sizes["resnet"] == 44_230
+    assert sizes["autoencoder"] == 219_804
+    assert sizes["transformer-192"] == 1_817_153
+
+
+def test_the_autoencoder_is_judged_on_its_own_pixels():
+    data = load_data(QUICK["autoencoder"])
+    assert data.train_targets.shape == (4000, 784)
+    assert torch.equal(data.train.flatten(1), data.train_targets)
+    assert 0 <= float(data.train.min()) <= float(data.train.max()) <= 1
+
+
+def test_the_last_tenth_of_a_text_is_held_out():
+    data = load_data(QUICK["transformer-64"])
+    assert (len(data.train), len(data.test)) == (5400, 600)
+    assert torch.equal(data.train[0, 1:], data.train_targets[0, :-1])
+    assert tasks.TRAINING_EXAMPLES["shakespeare"] == 15_685
+
+
+def test_missing_text_is_named_in_words(tmp_path, monkeypatch):
+    monkeypatch.delenv("BLOCKMEAN_DATA", raising=False)
+    with pytest.raises(FileNotFoundError, match="neither --data-dir nor BLOCKMEAN_DATA is given"):
+        tasks.verify_data(TASKS["transformer-64"])
+    with pytest.raises(FileNotFoundError, match=r"does not have it.*--profile quick"):
+        tasks.verify_data(TASKS["transformer-64"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "mlp"}, "model must be one of transformer-64, transformer-192. Got 'mlp'"),
+        ({"flip": True}, "flip mirrors images, and this data set is a text."),
+        ({"loss": "hinge"}, "loss must be one of cross_entropy, reconstruction. Got 'hinge'"),
+        ({"batch": 6000}, "A batch of 6000 cannot be drawn from 5400 windows."),
+    ],
+)
+def test_a_text_task_that_makes_no_sense_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        run(replace(spec_of("transformer-64"), **change))
+
+
+# Runs with a curve
+
+
+def test_a_run_keeps_the_loss_and_the_time_of_its_steps(tmp_path):
+    spec = spec_of(steps=40)
+    record = run(spec)
+    assert len(record["losses"]) == 40
+    assert len(record["seconds_at"]) == len(time_marks(40)) == 40
+    assert record["seconds_at"] == sorted(record["seconds_at"])
+    assert record["seconds_at"][-1] == pytest.approx(record["seconds"], abs=1e-3)
+    assert record["losses"][-1] < 0.5 * record["losses"][0]
+    assert all(float(f"{loss:.5g}") == loss for loss in record["losses"])
+    assert record["state_bytes"] == 2 * 4 * 55_050 + 4 * 6  # two moments, and a step for each of six tensors
+    write(tmp_path, spec, record)
+    assert read_strictly(tmp_path, spec) == json.loads(json.dumps(record))
+    assert "losses" not in run(replace(spec, curve=False, steps=2))
+
+
+def test_warming_up_changes_no_number():
+    with_curve, without = (run(replace(spec_of(steps=5), curve=curve)) for curve in (True, False))
+    assert with_curve["test_loss"] == without["test_loss"]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"losses": [1.0] * 39}, "steps are missing"),
+        ({"seconds_at": [1.0] * 39}, "steps are missing"),
+        ({"losses": [None] * 40}, "losses must be a number"),
+        ({"seconds_at": [2.0, 1.0] * 20}, "seconds_at must be a number from 2 to inf. Got 1.0"),
+        ({"state_bytes": None}, "state_bytes must be a number"),
+    ],
+)
+def test_a_curve_with_holes_is_not_used(tmp_path, change, complaint):
+    spec = spec_of(steps=40)
+    write(tmp_path, spec, record_of(spec, [1.0] * 40))
+    assert read_strictly(tmp_path, spec)
+    write(tmp_path, spec, {**record_of(spec, [1.0] * 40), **change})
+    with pytest.raises(UnusableRecord, match=complaint):
+        read_strictly(tmp_path, spec)
+
+
+# Arms
+
+
+@pytest.mark.skipif(not PEERS_HERE, reason="needs the extra `race`")
+@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("task", ["cnn", "resnet", "transformer-64"])
+def test_every_arm_takes_steps_in_every_kind_of_model(name, task):
+    torch.manual_seed(0)
+    model = make_model(TASKS[task])
+    text = task == "transformer-64"
+    inputs = torch.randint(65, (4, 64)) if text else torch.rand(4, 3, 32, 32)
+    targets = torch.randint(65, (4, 64)) if text else torch.tensor([1, 2, 3, 4])
+    arm = ARMS[name]
+    try:
+        optimizer = make(arm.optimizer, model, arm.rates[1], arm.options)
+    except Unsuitable as error:
+        assert name == "Muon + AdamW"
+        assert not text
+        assert str(error) == "Muon takes matrices of hidden layers, and this model has none."
+        return
+    arms.switch(optimizer, "train")
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = tasks.LOSSES["cross_entropy"].mean(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert all(map(math.isfinite, losses))
+    assert losses[2] != losses[0]
+    # Kron keeps one moment, and so does Muon; all others keep two or more.
+    few = 2 if name in ("Kron", "Muon + AdamW") else 8
+    assert state_bytes(optimizer) >= few * sum(p.numel() for p in model.parameters())
+
+
+def test_every_arm_tries_five_rates_up_to_3_times_apart_and_no_weight_decay():
+    for arm in ARMS.values():
+        assert len(arm.rates) == 5
+        ratios = [high / low for low, high in zip(arm.rates, arm.rates[1:], strict=False)]
+        assert all(2 <= ratio <= 3.4 for ratio in ratios)
+        assert arm.options["weight_decay"] == 0.0
+
+
+def test_muon_takes_hidden_matrices_and_adamw_the_rest():
+    model = CharacterTransformer(20, width=16, layers=1, context=8)
+    names = {id(p): name for name, p in model.named_parameters()}
+    hidden, others = ([names[id(p)] for p in part] for part in hidden_matrices(model))
+    assert len(hidden) + len(others) == len(names)
+    assert set(hidden) == {
+        f"blocks.layers.0.{name}"
+        for name in ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    }
+    optimizer = make("MuonAdamW", model, 0.1, {})
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(torch.zeros(1, 8, dtype=torch.long)).square().mean().backward()
+    optimizer.step()
+    moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    assert set(hidden) <= set(moved)
+    assert "head.weight" in moved
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    matrices = sum(p.numel() for name, p in model.named_parameters() if name in hidden)
+    assert state_bytes(optimizer) >= 4 * matrices
+
+
+@pytest.mark.skipif(not PEERS_HERE, reason="needs the extra `race`")
+def test_options_that_a_peer_would_swallow_are_refused():
+    with pytest.raises(ValueError, match=r"SOAP has no option precondition_every\. It has params, lr, betas"):
+        make("SOAP", nn.Linear(2, 2), 0.1, {"precondition_every": 3})
+
+
+@pytest.mark.skipif(not PEERS_HERE, reason="needs the extra `race`")
+def test_a_schedule_free_run_is_not_disturbed_by_a_test_in_the_middle():
+    spec = replace(spec_of("mlp-raw", "Schedule-Free"), batch=2000)
+    short, long = run(replace(spec, steps=2)), run(replace(spec, steps=4))
+    assert long["epochs"][0] == short["epochs"][0]
+    assert long["losses"][:2] == short["losses"]
+    assert long["losses"][3] < long["losses"][0]
+
+
+@pytest.mark.skipif(not PEERS_HERE, reason="needs the extra `race`")
+def test_a_schedule_free_model_has_the_batch_norm_of_its_averaged_weights_while_it_is_judged():
+    spec = replace(spec_of("cnn", "Schedule-Free", lr=0.1), model="resnet", batch=4)
+    data = load_data(spec)
+    torch.manual_seed(0)
+    model = make_model(spec)
+    optimizer = make(spec.optimizer, model, spec.lr, spec.options)
+    arms.switch(optimizer, "train")
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(data.train[:8]), data.train_targets[:8]).backward()
+        optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with train._evaluation(model, optimizer, spec, data):
+        changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert {"0.weight", "1.running_mean", "1.running_var"} <= changed
+    after = model.state_dict()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=1e-5, atol=1e-6)  # weights go there and back by arithmetic
+
+
+def test_an_error_that_is_no_divergence_is_not_hidden(monkeypatch):
+    class Refuses(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ValueError("only matrices")
+
+    monkeypatch.setitem(arms.OPTIMIZERS, "AdamW", Refuses)
+    with pytest.raises(ValueError, match="only matrices"):
+        run(replace(spec_of(), options={}))
+
+
+# Measures
+
+
+def test_the_target_is_reached_when_a_whole_window_is_at_or_below_it():
+    spec = spec_of(steps=40)  # a window of two steps
+    record = record_of(spec, [0.1] + [float(loss) for loss in range(40, 1, -1)], seconds=2.0)
+    assert smoothed(record)[:3] == [0.1, 20.05, 39.5]
+    assert steps_to(record, 10.0) == 33  # the losses 10 and 9; 11 and 10 are above
+    assert steps_to(record, 2.5) == 40
+    assert steps_to(record, 2.4) == math.inf
+    assert seconds_after(record, 33) == 66.0
+    assert seconds_after(record, math.inf) == math.inf
+    assert final_loss(record) == 3.5  # 5, 4, 3, 2
+
+
+def test_seconds_are_interpolated_between_percents():
+    spec = spec_of(steps=200)
+    record = record_of(spec, [1.0] * 200, epochs=[])
+    assert len(record["seconds_at"]) == 100
+    assert seconds_after(record, 7) == pytest.approx(7.0)
+    assert seconds_after(record, 200) == 200.0
+
+
+def test_the_bootstrap_counts_misses_as_infinite_and_is_the_same_every_time():
+    assert bootstrap_median([0.5]) is None
+    found = bootstrap_median([0.5, 0.6, 0.7, 0.8, math.inf])
+    assert found == bootstrap_median([0.5, 0.6, 0.7, 0.8, math.inf])
+    assert found.median == 0.7
+    assert found.low == 0.5
+    assert found.high == math.inf
+    assert str(found) == "0.70 (0.50–∞)"
+    assert bootstrap_median([1.0, math.inf]) == MedianInterval(math.inf, 1.0, math.inf)
+
+
+def by_hand(tmp_path, finals, seeds=5, tuning=None):
+    """A race of one task with chosen losses per arm and seed; None diverges. All arms prefer their third rate."""
+    race = make_race(["mlp-raw"], list(finals), "quick", seeds, steps=40)
+    study = race.studies()["mlp-raw"]
+    for arm, values in finals.items():
+        best = (tuning or {}).get(arm, study.rates_of(arm)[2])
+        for spec in study.specs(arm, study.rates_of(arm), study.tuning):
+            write(tmp_path / "mlp-raw", spec, record_of(spec, falling(1.0 if spec.lr == best else 2.0)))
+        for spec, end in zip(study.specs(arm, [best], study.final), values, strict=False):
+            losses = falling(1.0)[:7] if end is None else falling(end)
+            changed = {"train_loss": None, "epochs": []} if end is None else {}
+            write(tmp_path / "mlp-raw", spec, record_of(spec, losses, 1.0 if arm == BASELINE else 3.0, **changed))
+    return race
+
+
+def falling(end):
+    """40 losses in a straight line, whose last four have a mean of `end`."""
+    return [end + 0.1 * (38.5 - step) for step in range(1, 41)]
+
+
+AHEAD = [0.9, 1.0, 0.95, 1.0, 0.98]
+
+
+def test_ratios_misses_and_differences_are_paired_by_seed(tmp_path):
+    race = by_hand(tmp_path, {BASELINE: AHEAD, "AdamBMA": [0.4, 0.5, 0.5, 0.5, None], "NAdam": [3.0] * 5})
+    (one,) = results(race, tmp_path)
+    assert one.target == pytest.approx(1.0)
+    adamw, ours, nadam = one.arms[BASELINE], one.arms["AdamBMA"], one.arms["NAdam"]
+    assert adamw.steps == [38, 39, 39, 39, 39]
+    assert ours.steps[:4] == [33, 34, 34, 34]
+    assert ours.steps[4] == math.inf
+    assert (ours.misses, ours.diverged) == (1, 1)
+    assert ours.steps_ratio.median == pytest.approx(34 / 39)
+    assert ours.seconds_ratio.median == pytest.approx(3 * 34 / 39)
+    assert ours.steps_ratio.high == math.inf
+    assert ours.loss_difference is None  # one run diverged
+    assert ours.verdict == "worse"  # it is infinitely bad
+    assert nadam.misses == 5
+    assert nadam.steps_ratio == MedianInterval(math.inf, math.inf, math.inf)
+    assert nadam.loss_difference.mean == pytest.approx(3.0 - sum(AHEAD) / 5)
+    assert nadam.verdict == "worse"
+    assert (adamw.steps_ratio, adamw.verdict) == (None, "no verdict")
+    rows = {row[0]: row for row in table(one).rows}
+    assert rows["NAdam"][2] == "5, 5 missed"
+    assert rows["NAdam"][5:9] == ["∞", "∞ (∞–∞)", "∞", "∞ (∞–∞)"]
+    assert rows["AdamBMA"][2] == "5, 1 missed, 1 diverged"
+    plain = summary(race, [one])
+    json.dumps(plain, allow_nan=False)
+    assert plain["tasks"]["mlp-raw"]["arms"]["NAdam"]["steps"] == [None] * 5
+    assert plain["tasks"]["mlp-raw"]["arms"]["NAdam"]["misses"] == 5
+
+
+def test_seeds_with_which_adamw_misses_are_left_out_of_the_ratio(tmp_path):
+    race = by_hand(tmp_path, {BASELINE: [0.9, 5.0, 0.9], "AdamBMA": [0.9, 0.9, 0.9]}, seeds=3)
+    (one,) = results(race, tmp_path)
+    assert one.arms[BASELINE].misses == 1
+    assert one.arms["AdamBMA"].steps_ratio == MedianInterval(1.0, 1.0, 1.0)
+
+
+def test_the_control_is_paired_although_its_seeds_are_others(tmp_path):
+    race = by_hand(tmp_path, {BASELINE: AHEAD, "AdamW again": AHEAD})
+    (one,) = results(race, tmp_path)
+    again = one.arms["AdamW again"]
+    assert again.seeds == [1000, 1001, 1002, 1003, 1004]
+    assert again.steps_ratio == MedianInterval(1.0, 1.0, 1.0)
+    assert (again.loss_difference.mean, again.verdict) == (0.0, "within noise")
+
+
+def test_a_best_rate_at_the_edge_is_marked(tmp_path):
+    race = by_hand(tmp_path, {BASELINE: AHEAD, "AdamBMA": AHEAD}, tuning={"AdamBMA": 3e-2})
+    (one,) = results(race, tmp_path)
+    assert {row[0]: row[1] for row in table(one).rows} == {BASELINE: "0.003", "AdamBMA": "0.03 (edge)"}
+
+
+def test_half_a_race_is_shown_and_what_is_missing_is_named(tmp_path):
+    race = by_hand(tmp_path, {BASELINE: AHEAD, "AdamBMA": [0.5, 0.4]})
+    full = make_race(["mlp-raw", "mlp"], [BASELINE, "AdamBMA", "NAdam"], "quick", steps=40)
+    one, other = results(full, tmp_path)
+    assert list(one.arms) == [BASELINE, "AdamBMA"]
+    assert one.missing == ["NAdam"]
+    assert (other.target, other.arms) == (None, {})
+    assert notes(full, [one, other]) == [
+        "mlp-raw: no final runs yet of NAdam.",
+        "mlp: no final runs yet of AdamW; NAdam; AdamBMA.",
+    ]
+    assert {row[0]: row[2] for row in table(one).rows} == {BASELINE: "5", "AdamBMA": "2 of 5"}
+    assert isinstance(race, Race)
+    picture = draw_task(one, tmp_path / "task")
+    assert "Not run yet: NAdam." in picture.caption
+    overview = draw_overview([one], tmp_path / "overview")
+    assert "No runs of SOAP" in overview.caption
+    for drawn in (picture, overview):
+        assert drawn.png.stat().st_size > 5000
+        assert "AdamBMA" in drawn.svg.read_text() or drawn.svg.stat().st_size > 5000
+
+
+def test_an_arm_that_diverges_with_every_rate_is_named(tmp_path):
+    race = by_hand(tmp_path, {BASELINE: AHEAD, "AdamBMA": []})
+    study = race.studies()["mlp-raw"]
+    for spec in study.specs("AdamBMA", study.rates_of("AdamBMA"), study.tuning):
+        write(tmp_path / "mlp-raw", spec, record_of(spec, [1.0, 2.0], train_loss=None, epochs=[]))
+    assert notes(race, results(race, tmp_path)) == ["mlp-raw: AdamBMA diverged with every rate."]
+
+
+# What is run, and in which order
+
+
+def test_adamw_sets_the_target_first_and_then_arms_run_in_turn():
+    study = make_race(["mlp-raw"], ["AdamBMA", "NAdam"], "quick", seeds=2).studies()["mlp-raw"]
+    tuning = [(spec.optimizer, spec.lr) for spec in study.tuning_specs()]
+    assert [name for name, _ in tuning] == ["AdamW"] * 5 + ["NAdam", "AdamBMA"] * 5
+    final = study.final_specs({"AdamW": 1e-2, "NAdam": 1e-3, "AdamBMA": 1e-2})
+    assert [(spec.optimizer, spec.seed) for spec in final] == [
+        ("AdamW", 0), ("NAdam", 0), ("AdamBMA", 0), ("AdamW", 1), ("NAdam", 1), ("AdamBMA", 1),
+    ]  # fmt: skip
+    assert not {spec.seed for spec in study.tuning_specs()} & {spec.seed for spec in final}
+
+
+def test_an_arm_with_nothing_to_do_is_left_out_and_named():
+    race = make_race(["cnn", "mlp"], ["Muon + AdamW"], "quick")
+    assert race.left_out["cnn"] == {"Muon + AdamW": "Muon takes matrices of hidden layers, and this model has none."}
+    assert list(race.studies()["cnn"].arms) == ["AdamW"]
+    assert list(race.studies()["mlp"].arms) == ["AdamW", "Muon + AdamW"]
+
+
+@pytest.mark.skipif("Anova" not in ARMS, reason="blockmean has no Anova yet")
+def test_anova_without_means_ties_adamw():
+    theirs = run(spec_of("mlp-raw", BASELINE, steps=30))
+    ours = run(spec_of("mlp-raw", "Anova means=0", steps=30))
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
+
+
+def test_adambma_without_its_correction_ties_adamw():
+    theirs = run(spec_of("mlp-raw", BASELINE, steps=30))
+    ours = run(replace(spec_of("mlp-raw", "AdamBMA", steps=30), options={"weight_decay": 0.0, "correction": False}))
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)  # 30 steps of rounding
