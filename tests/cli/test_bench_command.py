@@ -35,7 +35,7 @@ def test_a_race_runs_resumes_and_redraws(tmp_path: Path):
     result = race(*arguments)
     assert result.exit_code == 0, result.output
     records = sorted((tmp_path / "records" / "mlp-raw").iterdir())
-    assert len(records) == 2 * (5 + 2)
+    assert len(records) == 2 * (4 + 2)
     for name in ("AdamW", "AdamBMA", "Digits MLP, raw pixels, 20 steps: target", str(tmp_path / "race.json")):
         assert name in result.output
     found = json.loads((tmp_path / "race.json").read_text())

@@ -204,9 +204,9 @@ def test_every_arm_takes_steps_in_every_kind_of_model(name, task):
     assert state_bytes(optimizer) >= few * sum(p.numel() for p in model.parameters())
 
 
-def test_every_arm_tries_five_rates_up_to_3_times_apart_and_no_weight_decay():
+def test_every_arm_tries_four_rates_up_to_3_times_apart_and_no_weight_decay():
     for arm in ARMS.values():
-        assert len(arm.rates) == 5
+        assert len(arm.rates) == 4
         ratios = [high / low for low, high in zip(arm.rates, arm.rates[1:], strict=False)]
         assert all(2 <= ratio <= 3.4 for ratio in ratios)
         assert arm.options["weight_decay"] == 0.0
@@ -385,7 +385,7 @@ def test_the_control_is_paired_although_its_seeds_are_others(tmp_path):
 def test_a_best_rate_at_the_edge_is_marked(tmp_path):
     race = by_hand(tmp_path, {BASELINE: AHEAD, "AdamBMA": AHEAD}, tuning={"AdamBMA": 3e-2})
     (one,) = results(race, tmp_path)
-    assert {row[0]: row[1] for row in table(one).rows} == {BASELINE: "0.003", "AdamBMA": "0.03 (edge)"}
+    assert {row[0]: row[1] for row in table(one).rows} == {BASELINE: "0.01", "AdamBMA": "0.03 (edge)"}
 
 
 def test_half_a_race_is_shown_and_what_is_missing_is_named(tmp_path):
@@ -424,7 +424,7 @@ def test_an_arm_that_diverges_with_every_rate_is_named(tmp_path):
 def test_adamw_sets_the_target_first_and_then_arms_run_in_turn():
     study = make_race(["mlp-raw"], ["AdamBMA", "NAdam"], "quick", seeds=2).studies()["mlp-raw"]
     tuning = [(spec.optimizer, spec.lr) for spec in study.tuning_specs()]
-    assert [name for name, _ in tuning] == ["AdamW"] * 5 + ["NAdam", "AdamBMA"] * 5
+    assert [name for name, _ in tuning] == ["AdamW"] * 4 + ["NAdam", "AdamBMA"] * 4
     final = study.final_specs({"AdamW": 1e-2, "NAdam": 1e-3, "AdamBMA": 1e-2})
     assert [(spec.optimizer, spec.seed) for spec in final] == [
         ("AdamW", 0), ("NAdam", 0), ("AdamBMA", 0), ("AdamW", 1), ("NAdam", 1), ("AdamBMA", 1),
@@ -439,7 +439,6 @@ def test_an_arm_with_nothing_to_do_is_left_out_and_named():
     assert list(race.studies()["mlp"].arms) == ["AdamW", "Muon + AdamW"]
 
 
-@pytest.mark.skipif("Anova" not in ARMS, reason="blockmean has no Anova yet")
 def test_anova_without_means_ties_adamw():
     theirs = run(spec_of("mlp-raw", BASELINE, steps=30))
     ours = run(spec_of("mlp-raw", "Anova means=0", steps=30))

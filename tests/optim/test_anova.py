@@ -317,10 +317,10 @@ def test_another_number_of_means_starts_them_over_and_keeps_the_moments():
     assert param.isfinite().all()
 
 
-def test_auto_takes_a_quarter_of_the_shorter_side():
+def test_auto_takes_twice_the_root_of_the_shorter_side():
     assert module.means_of((64, 784), "auto") == (16, 16)
-    assert module.means_of((10, 64), "auto") == (4, 4)
-    assert module.means_of((64, 3, 3, 3), "auto") == (6, 6)
+    assert module.means_of((10, 64), "auto") == (6, 6)
+    assert module.means_of((64, 3, 3, 3), "auto") == (10, 10)
     assert module.means_of((4096, 1024), "auto") == (64, 64)
     assert module.means_of((3, 100), "auto") == (0, 0)
     assert module.means_of((5, 7), (9, 2)) == (5, 2)

@@ -66,7 +66,7 @@ def race(
 ) -> None:
     """Race optimizers: steps and seconds to AdamW's training loss, and the loss after equal steps.
 
-    Every arm tries five learning rates; its best one runs with fresh seeds. Finished runs are kept as records and not
+    Every arm tries four learning rates; its best one runs with fresh seeds. Finished runs are kept as records and not
     repeated: stop with Ctrl-C at any time, and run the same command again to resume.
     """
     with readable_errors("bench race"):

@@ -86,10 +86,10 @@ TASKS = {
     "mlp-raw": Task("mnist", "mlp", 800, inputs="raw", title="MNIST MLP, raw pixels"),
     "mlp": Task("mnist", "mlp", 800, title="MNIST MLP, normalised"),
     "autoencoder": Task("mnist", "autoencoder", 800, inputs="raw", loss="reconstruction", title="MNIST autoencoder"),
-    "cnn": Task("cifar10", "convnet", 400, batch=64, title="CIFAR-10 CNN"),
-    "resnet": Task("cifar10", "resnet", 300, batch=64, title="CIFAR-10 BatchNorm ResNet"),
+    "cnn": Task("cifar10", "convnet", 250, batch=64, title="CIFAR-10 CNN"),
+    "resnet": Task("cifar10", "resnet", 200, batch=64, title="CIFAR-10 BatchNorm ResNet"),
     "transformer-64": Task("shakespeare", "transformer-64", 400, batch=32, title="Shakespeare, transformer 64 × 2"),
-    "transformer-192": Task("shakespeare", "transformer-192", 400, batch=32, title="Shakespeare, transformer 192 × 4"),
+    "transformer-192": Task("shakespeare", "transformer-192", 200, batch=16, title="Shakespeare, transformer 192 × 4"),
 }
 """The tasks of the race; adding one is adding a row."""
 

@@ -42,8 +42,8 @@ from blockmean.optim.optimizer import BlockMeanOptimizer, Work
 from blockmean.optim.passes import Tensors, arithmetic, choose
 from blockmean.optim.stacks import Run, Stack
 
-FEWEST, MOST = 4, 64
-"""Number of means with means="auto": a quarter of the shorter side of a matrix, but from 4 to 64; none below 4."""
+NARROW, MOST = 4, 64
+"""means="auto": twice the root of the shorter side of a matrix, up to 64; none for sides shorter than 4."""
 
 CHUNK = 2**18
 """Entries that a step processes at a time: small enough that its temporaries stay in the cache."""
@@ -92,7 +92,7 @@ class Anova(BlockMeanOptimizer):
         betas: decay of the averages of the gradient and of the square of its remainder.  # β₁, β₂
         mean_beta: decay of the averages of squared means.  # β_m
         means: number of means over units and over inputs of a matrix, one number for both or a pair; "auto" takes
-            a quarter of the shorter side, from 4 to 64. 0 gives torch's AdamW.  # k
+            twice the root of the shorter side, 64 at most. 0 gives torch's AdamW.  # k
         refresh_every: make U and V orthonormal once in this many steps; they see every gradient.  # T
         eps: added to the root of every average square.  # ε
         weight_decay: decoupled, as in `torch.optim.AdamW`.
@@ -374,7 +374,7 @@ def means_of(shape: Sequence[int], means: int | tuple[int, int] | str) -> tuple[
     if narrow < 2:
         return 0, 0
     if isinstance(means, str):
-        k = min(max(narrow // 4, FEWEST), MOST) if narrow >= FEWEST else 0
+        k = min(round(2 * narrow**0.5), MOST) if narrow >= NARROW else 0
         return k, k
     first, second = (means, means) if isinstance(means, int) else means
     return min(first, units), min(second, inputs)
