@@ -1,23 +1,32 @@
-"""Fill docs/results.md from the records in results/ and draw its pictures; part of `make docs`."""
+"""Fill the tables of docs/results.md, docs/race.md and README.md from the records in results/ and draw their pictures.
+
+Part of `make docs`.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
 from matplotlib.figure import Figure
 
+from blockmean.lab.compare import MedianInterval
 from blockmean.lab.paper import PARTS, Outcome, ReportConfig, Verdict
 from blockmean.lab.paper.fig5 import COLOURS, StudyResult, curves, draw, find
 from blockmean.lab.paper.protocol import SMALL_ARMS
 from blockmean.lab.picture import Picture, save
+from blockmean.lab.race import TaskResult, make_race, notes, results, table
+from blockmean.lab.race_pictures import draw_overview, draw_task
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "results.md"
+PAGE, RACE_PAGE, FRONT = ROOT / "docs" / "results.md", ROOT / "docs" / "race.md", ROOT / "README.md"
+RACE = ROOT / "results" / "race"
+SHOWN = ("AdamW", "SOAP", "Anova")
+"""The arms in the table of the front page."""
 EPOCH = ROOT / "benchmarks" / "results" / "epoch.json"
 
 
@@ -86,29 +95,77 @@ def epoch() -> str:
     return _table(["seconds", *columns], cells)
 
 
-def filled(page: str, found: dict[str, Outcome]) -> str:
-    """The page with everything between its marks replaced."""
-    contents = {
-        "claims": claims(found.values()),
-        "fig5": tables(found["fig5"]),
-        "table4": tables(found["table4"]),
-        "epoch": epoch(),
-    }
+def race() -> list[TaskResult]:
+    """The published race, as far as it has been run."""
+    return [one for one in results(make_race(profile="full"), RACE) if one.arms]
+
+
+def race_tables(found: Sequence[TaskResult]) -> str:
+    """A table per task, and what is missing."""
+    tables = [table(one) for one in found]
+    parts = [f"### {one.title}\n\n{_table(one.header, one.rows)}" for one in tables]
+    return "\n\n".join([*parts, *(f"- {note}" for note in notes(make_race(profile="full"), found))])
+
+
+def race_brief(found: Sequence[TaskResult]) -> str:
+    """Loss after equal steps, and steps and seconds to AdamW's loss, for a few arms."""
+    rivals = SHOWN[1:]
+    header = ["task", *(f"loss, {arm}" for arm in SHOWN)]
+    header += [f"{what} to AdamW's loss, {arm}" for what in ("steps", "seconds") for arm in rivals]
+    rows = []
+    for one in found:
+        if any(arm not in one.arms for arm in SHOWN):
+            continue
+        own = [one.arms[arm] for arm in rivals]
+        losses = [_mean(one.arms[arm].final_loss) for arm in SHOWN]
+        ratios = [_times(arm.steps_ratio) for arm in own] + [_times(arm.seconds_ratio) for arm in own]
+        rows.append([one.task.title, *losses, *ratios])
+    return _table(header, rows)
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.3g}"
+
+
+def _times(ratio: MedianInterval | None) -> str:
+    return "–" if ratio is None else f"{ratio.median:.2f}×".replace("inf×", "∞")
+
+
+def filled(page: str, contents: Mapping[str, str]) -> str:
+    """A page with everything between its marks replaced."""
     for name, content in contents.items():
         start, end = f"<!-- {name}: made by `make docs` -->", f"<!-- end of {name} -->"
         before, started, rest = page.partition(start)
         _, ended, after = rest.partition(end)
         if not (started and ended):
-            raise ValueError(f"{PAGE} must have the lines {start} and {end}.")
+            raise ValueError(f"The page must have the lines {start} and {end}.")
         page = f"{before}{start}\n\n{content}\n\n{end}{after}"
     return page
 
 
+def pages(found: dict[str, Outcome], raced: Sequence[TaskResult]) -> dict[Path, str]:
+    """Every page with its tables filled in."""
+    contents = {
+        PAGE: {
+            "claims": claims(found.values()),
+            "fig5": tables(found["fig5"]),
+            "table4": tables(found["table4"]),
+            "epoch": epoch(),
+        },
+        RACE_PAGE: {"race": race_tables(raced)},
+        FRONT: {"race": race_brief(raced)},
+    }
+    return {page: filled(page.read_text(), own) for page, own in contents.items()}
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        found = outcomes(Path(folder))
+        found, raced = outcomes(Path(folder)), race()
         own = [picture for picture in found["fig5"].pictures if picture.path.name == "fig5-own"]
+        own += [draw_overview(raced, Path(folder) / "race")]
+        own += [draw_task(one, Path(folder) / f"race-{one.name}") for one in raced]
         for picture in (*pictures(Path(folder)), *own):
             print(shutil.copy(picture.svg, ROOT / "docs" / "img"))
-    PAGE.write_text(filled(PAGE.read_text(), found))
-    print(PAGE)
+    for page, text in pages(found, raced).items():
+        page.write_text(text)
+        print(page)

@@ -150,3 +150,19 @@ def test_the_first_look_is_summarised_from_records(tmp_path: Path):
     gains = [a - b for a, b in zip(ours, theirs, strict=True)]
     assert rows["AdamBMA"]["difference"]["mean"] == pytest.approx(sum(gains) / 2)
     assert "difference" not in rows["AdamW"]
+
+
+def test_the_cost_of_a_step_is_measured_beside_peers():
+    command = [sys.executable, str(ROOT / "benchmarks" / "step_cost.py"), "--only", "small", "--repetitions", "2"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    ratios = {line[27:64].strip(): float(line[64:].split()[0]) for line in lines}
+    assert {"torch AdamW", "AdamBMA", "Anova", "SOAP", "Shampoo"} <= ratios.keys()
+    assert ratios["torch AdamW"] == 1 and min(ratios.values()) > 0
+
+
+def test_variants_of_anova_differ_from_the_defaults_in_what_they_are_named_after():
+    options = load("benchmarks/anova_options.py")
+    runs = {variant: options.specs("mlp", variant) for variant in options.VARIANTS}
+    assert len({spec.key for own in runs.values() for spec in own}) == len(options.VARIANTS) * len(options.SEEDS)
+    for own in runs.values():
+        assert [spec.seed for spec in own] == list(options.SEEDS) and own[0].optimizer == "Anova"

@@ -210,14 +210,21 @@ CLOSEST = 1e-5
 def followed(V: Tensor, Y: Tensor) -> Tensor:
     """Orthonormal columns that span what those of Y span, one by one; V itself where Y says too little.
 
-    Cholesky-QR in float64 of a batch of tall matrices, (…, n, k). V must be orthonormal.
+    Cholesky-QR in float64, twice, of a batch of tall matrices (…, n, k). The columns of V are orthonormal or zero. A
+    column that is zero in both stays zero.
     """
     if V.shape[-1] == 0:
         return V
     Z = Y.double()
     length = torch.linalg.vector_norm(Z, dim=-2, keepdim=True)
     Z = (Z / length.clamp_(min=torch.finfo(Z.dtype).tiny)).add_(V, alpha=INERTIA)
-    factor, failed = torch.linalg.cholesky_ex(Z.mT @ Z)
-    new = torch.linalg.solve_triangular(factor, Z.mT, upper=False).mT.to(V.dtype)
-    good = (factor.diagonal(dim1=-2, dim2=-1).amin(-1) > CLOSEST) & (failed == 0)
-    return torch.where(good[..., None, None], new, V)
+    gram = Z.mT @ Z
+    empty = torch.diag_embed((gram.diagonal(dim1=-2, dim2=-1) == 0).double())
+    good = torch.ones(V.shape[:-2], dtype=torch.bool, device=V.device)
+    for again in (True, False):  # the first pass loses as many digits as the square of the condition has
+        factor, failed = torch.linalg.cholesky_ex(gram + empty)
+        Z = torch.linalg.solve_triangular(factor, Z.mT, upper=False).mT
+        good &= (factor.diagonal(dim1=-2, dim2=-1).amin(-1) > CLOSEST) & (failed == 0)
+        if again:
+            gram = Z.mT @ Z
+    return torch.where(good[..., None, None], Z.to(V.dtype), V)

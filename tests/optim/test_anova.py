@@ -161,8 +161,9 @@ def test_the_start_is_the_textbook_analysis_of_variance():
     some = module.cosines(torch.tensor([True, False, True, True, False, True]), 3)
     assert not some[[1, 4]].any()
     torch.testing.assert_close(some.mT @ some, torch.eye(3, dtype=torch.float64))
-    few = module.cosines(torch.tensor([True, False, False, False]), 3)
-    torch.testing.assert_close(few.mT @ few, torch.eye(3, dtype=torch.float64))
+    few = module.cosines(torch.tensor([True, False, False, True]), 3)
+    torch.testing.assert_close(few.mT @ few, torch.diag(torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)))
+    assert not module.cosines(torch.zeros(5, dtype=torch.bool), 2).any()
 
 
 def test_the_means_find_the_directions_that_gradients_share():
@@ -278,6 +279,19 @@ def test_bfloat16_parameters_are_rounded_once():
     assert torch.equal(rounded, exact.bfloat16())
 
 
+def test_equal_shapes_of_different_dtypes_are_kept_apart():
+    half, full = parameter((8, 10), dtype=torch.float32), parameter((8, 10), dtype=torch.float32)
+    half.data = half.data.bfloat16()
+    alone = parameter((8, 10), dtype=torch.float32)
+    grads = list(gradients((8, 10), 6, dtype=torch.float32))
+    optimizer = Anova([half, full], means=3, **OPTIONS)
+    for grad in grads:
+        half.grad, full.grad = grad.bfloat16(), grad.clone()
+        optimizer.step()
+    run(alone, grads, means=3)
+    assert torch.equal(full, alone) and half.dtype == torch.bfloat16
+
+
 # ---------------------------------------------------------------- state
 
 
@@ -334,4 +348,4 @@ def test_state_is_that_of_adam_and_a_few_columns():
     param = parameter((256, 512), dtype=torch.float32)
     optimizer = run(param, gradients((256, 512), 2, dtype=torch.float32), means=8)
     numbers = sum(x.numel() for x in optimizer.state[param].values())
-    assert numbers == 1 + 2 * 256 * 512 + 4 * 8 * (256 + 512) + 2 * 64
+    assert numbers == 2 + 2 * 256 * 512 + 4 * 8 * (256 + 512) + 2 * 64

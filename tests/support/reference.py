@@ -347,10 +347,8 @@ class DenseAnova:
     def start(A, k):
         """Cosines over the rows of A that are not zero, then two subspace iterations."""
         alive = np.flatnonzero((A != 0).any(1))
-        if len(alive) < k:
-            alive = np.arange(len(A))
         W = np.zeros((len(A), k))
-        for j in range(k):
+        for j in range(min(k, len(alive))):
             unit = np.zeros(len(alive))
             unit[j] = 1.0
             W[alive, j] = scipy.fft.idct(unit, norm="ortho")
@@ -396,7 +394,11 @@ class DenseAnova:
         ):
             beta = beta2 if i == 3 else self.mean_beta
             self.v[i] = beta * self.v[i] + (1 - beta) * x**2
-            steps.append(y / (np.sqrt(self.v[i] / (1 - beta**self.t)) + self.eps + noise[i]))
+            step = y / (np.sqrt(self.v[i] / (1 - beta**self.t)) + self.eps + noise[i])
+            w = np.array([(1 - beta1) * beta1**j for j in range(self.t)]) / (1 - beta1**self.t)
+            u = np.array([(1 - beta) * beta**j for j in range(self.t)]) / (1 - beta**self.t)
+            longest = np.sqrt((w**2 / u).sum())  # Σ w g ≤ √(Σ w²/u) √(Σ u g²)
+            steps.append(step.clip(-longest, longest))
         K, R, L, E = steps
         whole = [U @ K @ V.T, R @ V.T, U @ L, E]
         delta = sum(self.split(x)[i] for i, x in enumerate(whole))

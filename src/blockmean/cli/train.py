@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-import blockmean
 from blockmean.cli._app import app, check_folder, console, readable_errors
 
 
@@ -20,7 +19,7 @@ def train(
     optimizer: Annotated[
         str,
         typer.Option(
-            help=f"{'Anova, ' if hasattr(blockmean, 'Anova') else ''}AdaGradBMA, AdaGradFull, AdamBMA or "
+            help="Anova, AdaGradBMA, AdaGradFull, AdamBMA or "
             "NaturalGradientBMA; Adagrad, Adam, AdamW, NAdam or SGD of torch."
         ),
     ] = "AdaGradBMA",

@@ -8,15 +8,19 @@ split every gradient as a two-way analysis of variance splits a table, into four
     L = Uᵀ G − K Vᵀ           means per input,     k×I
     E = G − U K Vᵀ − R Vᵀ − U L        remainder,  O×I
 
-Each part has an Adam of its own, with m the average of G, split in the same way:
+Each part X has an Adam of its own, whose step is projected back into the part:
 
-    v_K, v_R, v_L ← averages of K², R², L² with decay β_m;   v_E ← average of E² with decay β₂
-    δ = U K' Vᵀ + R' Vᵀ + U L' + P(E'),    X' = X_m / (√v_X + ε),    P(X) = (I − UUᵀ) X (I − VVᵀ)
-    θ ← θ − η (weight_decay · θ + δ)
+    m_X ← average of X with decay β₁;   v_X ← average of X² with decay β_m, and β₂ for E;   bias-corrected
+    X' = m_X / (√v_X + ε + ν_X), but no longer than an Adam in fixed coordinates can be
+    δ = U K' Vᵀ + (I − UUᵀ) R' Vᵀ + U L' (I − VVᵀ) + (I − UUᵀ) E' (I − VVᵀ),     θ ← θ − η (weight_decay · θ + δ)
 
-The weights follow the gradients by subspace iteration, and every T steps they are made orthonormal again:
+ν_X is the size of rounding errors in X: a mean that is zero but for rounding must not take a full step.
+
+The weights follow the gradients by subspace iteration. Every T steps they are made orthonormal again, the averages m_X
+are put together and split anew, and the averages of squares follow the rotation approximately:
 
     X ← average of G (Gᵀ U),   Y ← average of Gᵀ (G V);      U ← orth(X),   V ← orth(Y)
+    v_R ← v_R (Vᵀ V_new)∘²,   v_L ← (U_newᵀ U)∘² v_L,   v_K ← (U_newᵀ U)∘² v_K (Vᵀ V_new)∘²
 
 With k = 1, U = 1/√O and V = 1/√I this is the textbook analysis, and the means per unit are the paper's block means.
 With k = O and k = I there is no remainder: Adam in the rotated basis, as SOAP.
@@ -68,8 +72,13 @@ class Table(NamedTuple):
 
     group: int
     shape: torch.Size
-    dtype: torch.dtype
+    param_dtype: torch.dtype
     means: tuple[int, int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of state and arithmetic."""
+        return arithmetic(self.param_dtype)
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -89,8 +98,7 @@ class Anova(BlockMeanOptimizer):
 
     What many units, or many inputs, have in common is a small part of the entries and a large part of the curvature.
     Adam scales entries one by one and cannot see it; here every such mean has a scale of its own. Memory is that of
-    Adam plus O(k (O + I)) per matrix. Tensors with one dim, and matrices with fewer than four units or inputs, take
-    AdamW.
+    Adam plus O(k (O + I)) per matrix. Tensors with one dim, and matrices with a single unit or input, take AdamW.
 
     Args:
         params: parameters, (name, parameter) pairs, or dicts of groups, as for any torch optimizer.
@@ -98,12 +106,15 @@ class Anova(BlockMeanOptimizer):
         betas: decay of the averages of the gradient and of the square of its remainder.  # β₁, β₂
         mean_beta: decay of the averages of squared means.  # β_m
         means: number of means over units and over inputs of a matrix, one number for both or a pair; "auto" takes
-            twice the root of the shorter side, 32 at most. 0 gives torch's AdamW.  # k
+            twice the root of the shorter side, 32 at most, and none for sides shorter than 4. 0 gives torch's AdamW.
+            A new number starts the means over.  # k
         refresh_every: make U and V orthonormal once in this many steps; they see every gradient.  # T
         eps: added to the root of every average square.  # ε
         weight_decay: decoupled, as in `torch.optim.AdamW`.
         maximize: step uphill.
         nonfinite: what to do about a NaN or infinite gradient: "raise" (before anything changes) or "skip" the step.
+
+    `foreach` concerns the tensors that take AdamW. There is no `amsgrad`, and no `fused` yet.
 
     Cost O(k d) per step; state 2d + O(k (O + I)) numbers.
 
@@ -167,17 +178,34 @@ class Anova(BlockMeanOptimizer):
 
     def check_kinds(self, group: dict[str, Any]) -> None:
         super().check_kinds(group)
-        owner, means = type(self).__name__, group["means"]
-        require_adamw(group, owner)
+        require_adamw(group, type(self).__name__)
+        self._require_means(group["means"])
+
+    def _require_means(self, means: object) -> None:
         counts = means if isinstance(means, tuple | list) else (means, means)
         whole = all(isinstance(k, int) and not isinstance(k, bool) and k >= 0 for k in counts)
         good = means == "auto" or (whole and len(counts) == 2)
-        require(good, "means", owner, "'auto', a whole number >= 0, or two of them (units, inputs)", means)
+        expected = "'auto', a whole number >= 0, or two of them (units, inputs)"
+        require(good, "means", type(self).__name__, expected, means)
+
+    def collect(self, number: int, at_rest: bool = False) -> Work | None:
+        self._require_means(self.param_groups[number]["means"])  # set by hand, perhaps
+        return super().collect(number, at_rest)
 
     def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = {"step": torch.tensor(0.0, dtype=torch.float32)}
         if means_of(param.shape, group["means"]) == (0, 0):  # the others get their state from a stack
             state |= {key: torch.zeros_like(param, dtype=arithmetic(param.dtype)) for key in self.entry_state}
+        return state
+
+    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super()._state_of(param, group)
+        shape = state.get("exp_avg", param).shape
+        if shape != param.shape:
+            raise ValueError(
+                f"{type(self).__name__} has moments of shape {tuple(shape)} for a parameter whose shape is now "
+                f"{tuple(param.shape)}. Delete its state to start over."
+            )
         return state
 
     def block_sums(self, work: Work) -> Tensor:
@@ -187,9 +215,9 @@ class Anova(BlockMeanOptimizer):
 
     def solve(self, work: Work) -> Tensor:
         """What is added to the roots of v_K, v_R, v_L and v_E of every tensor: ε, and rounding errors of G, (4, n)."""
-        errors = rounding(tuple(param.shape for param in work.params))
+        errors = rounding(tuple(param.shape for param in work.params), work.sums.device)
         lengths = work.sums if work.in_order else work.sums[:, [blocks.start for blocks in work.blocks]]
-        floors: Tensor = lengths * errors.to(lengths.device) + work.group["eps"]
+        floors: Tensor = lengths * errors + work.group["eps"]
         smallest = max(torch.finfo(arithmetic(param.dtype)).tiny for param in work.params) ** 0.5
         return floors if work.group["eps"] > smallest else floors.clamp_(min=smallest)  # smaller squares vanish
 
@@ -201,12 +229,12 @@ class Anova(BlockMeanOptimizer):
             if k == (0, 0):
                 plain.append(j)
             else:
-                tables.setdefault(Table(work.number, param.shape, arithmetic(param.dtype), k), []).append(j)
+                tables.setdefault(Table(work.number, param.shape, param.dtype, k), []).append(j)
         self._apply_plain(work, plain)
         for table, positions in tables.items():
             where = {work.indices[j]: j for j in positions}
             stack = self._stack(work, table, list(where))
-            ages = {i: (work.steps[j], work.steps[j] - int(work.states[i].get("began", 0))) for i, j in where.items()}
+            ages = {i: (work.steps[j], work.steps[j] - int(work.states[i]["began"])) for i, j in where.items()}
             for run in stack.runs(ages):
                 for part in run.pieces(max(1, CHUNK // table.shape.numel())):
                     first = part.members[0]
@@ -217,6 +245,10 @@ class Anova(BlockMeanOptimizer):
         if not positions:
             return
         group = work.group
+        for j in positions:
+            state = work.states[work.indices[j]]
+            if "units" in state:  # the means were switched off
+                _forget(state, group, with_squares=True)
         rule = Rule(
             FORMS["none"], group["betas"], group["eps"], group["weight_decay"], group["maximize"], float(group["lr"])
         )
@@ -230,26 +262,26 @@ class Anova(BlockMeanOptimizer):
         stack = self._stacks.get(table)
         if stack is not None and all(stack.holds(i, work.states[i]) for i in members):
             return stack
-        states = {i: work.states[i] for i in members}
-        if stack is not None:
-            known = {i: self.state.get(work.tensors[i], {}) for i in stack.members if i < len(work.tensors)}
-            states |= {i: state for i, state in known.items() if i not in states and stack.holds(i, state)}
         shapes = table.shapes()
         for i in members:
-            state = states[i]
+            state = work.states[i]
             if any(name not in state or state[name].shape != shapes[name] for name in MEANS_STATE):
-                if all(name in state for name in MEANS_STATE):
-                    units, inputs, _, _, *averages = (state[name][None] for name in (*WEIGHTS, *AVERAGES))
-                    _join_(state["exp_avg"].view(1, *table.matrix), units, inputs, averages)
-                for name in MEANS_STATE:
-                    state.pop(name, None)
-                began = int(state["step"]) - 1
-                state.pop("began", None)
-                if began:  # after steps of AdamW, or with another number of means
-                    state["began"] = torch.tensor(float(began), dtype=torch.float32)
+                if all(name in state for name in MEANS_STATE):  # there was another number of means
+                    _forget(state, work.group, with_squares=False)
+                state["began"] = torch.tensor(float(state["step"]) - 1, dtype=torch.float32)
+        states = {i: work.states[i] for i in members}
+        for i, param in enumerate(work.tensors):  # and those without a gradient: batches must not depend on who has one
+            state = self.state.get(param, {}) if param.dtype == table.param_dtype else {}
+            if i not in states and all(name in state and state[name].shape == shapes[name] for name in shapes):
+                states[i] = state
         like = torch.empty(0, dtype=table.dtype, device=work.tensors[members[0]].device)
-        self._stacks[table] = stack = Stack.of(shapes, states, like)
-        return stack
+        made = Stack.of(shapes, states, like)
+        taken = set(made.members)
+        kept = {
+            key: own for key, own in self._stacks.items() if key.group != table.group or not taken & set(own.members)
+        }
+        self._stacks = {**kept, table: made}
+        return made
 
     def _apply_means(
         self, work: Work, run: Run, table: Table, places: Sequence[int], step: int, age: int, floor_of: Tensor
@@ -274,18 +306,19 @@ class Anova(BlockMeanOptimizer):
         GV, UG = torch.bmm(G, V), torch.bmm(U.mT, G)
         parts = _means(U, V, GV, UG)
         torch._foreach_lerp_(averages, parts, 1 - beta1)
-        found = torch._foreach_mul(parts, parts)
-        if age == 1 < step:  # this gradient may be smaller than the momentum
-            torch._foreach_maximum_(found, torch._foreach_mul(averages, averages))
-        torch._foreach_lerp_(squares, found, 1 - mean_beta)
+        torch._foreach_lerp_(squares, torch._foreach_mul(parts, parts), 1 - mean_beta)
         roots = torch._foreach_add(floors, torch._foreach_sqrt(squares), alpha=(1 - mean_beta**age) ** -0.5)
-        K, R, L = torch._foreach_div(averages, roots)
+        K, R, L = steps = torch._foreach_div(averages, roots)
+        started = 1 - beta1**step  # to divide averages by; `rate` does
+        longest, longest_rest = reach(beta1, mean_beta, age) * started, reach(beta1, beta2, step) * started
+        torch._foreach_clamp_min_(steps, -longest)
+        torch._foreach_clamp_max_(steps, longest)
 
         lr, unbias = float(group["lr"]), (1 - beta2**step) ** -0.5
-        rate, decay = lr / (1 - beta1**step), 1 - lr * group["weight_decay"]
+        rate, decay = lr / started, 1 - lr * group["weight_decay"]
         left, right = torch.cat([GV, U], 2), torch.cat([Vt, parts[2]], 1)  # left · right: G without its remainder
         K.baddbmm_(L, V, alpha=-1)
-        in_place = n == 1 and params[0].dtype == table.dtype and params[0].is_contiguous()
+        in_place = n == 1 and table.param_dtype == table.dtype and params[0].is_contiguous()
         height = max(1, CHUNK // I) if in_place else O
         for top in range(0, O, height):
             part = slice(top, top + height)
@@ -294,7 +327,7 @@ class Anova(BlockMeanOptimizer):
             square.mul_(beta2).addcmul_(E, E, value=1 - beta2)
             mean.lerp_(E, 1 - beta1)
             root = square.sqrt()
-            torch.div(mean, torch.add(floor, root, alpha=unbias, out=root), out=E)
+            torch.div(mean, torch.add(floor, root, alpha=unbias, out=root), out=E).clamp_(-longest_rest, longest_rest)
             r.baddbmm_(E, V, alpha=-1)  # R', L' and K' minus what E' has of them: P(E')
             L.baddbmm_(u.mT, E, alpha=-1)
             if height < O:
@@ -304,11 +337,13 @@ class Anova(BlockMeanOptimizer):
         if height < O:
             params[0].view(1, O, I).baddbmm_(left, right, alpha=-rate)
         else:
-            _move_(params, E.baddbmm_(left, right), rate, decay)
+            _move_(params, E.baddbmm_(left, right), rate, decay)  # the only E there was
         X.baddbmm_(G, UG.mT, beta=FORGET, alpha=1 - FORGET)
         Yt.baddbmm_(GV.mT, G, beta=FORGET, alpha=1 - FORGET)
         if age % group["refresh_every"] == 0:
             _join_(m, U, Vt, averages)
+            _revive_(U, m)
+            _revive_(V, m.mT)
             _refresh_(U, V, X, Yt.mT, *squares)
             _split_(m, U, Vt, averages)
 
@@ -340,6 +375,25 @@ def _start_(U: Tensor, V: Tensor, G: Tensor) -> None:
             W.copy_(followed(W, A @ (A.mT @ W)))
 
 
+def _revive_(W: Tensor, m: Tensor) -> None:
+    """Cosines for columns that are zero, because fewer units or inputs had a gradient when the means began."""
+    W.add_(cosines((m != 0).any(-1), W.shape[-1]).to(W.dtype) * (W == 0).all(-2, keepdim=True))
+
+
+def _forget(state: dict[str, Any], group: dict[str, Any], with_squares: bool) -> None:
+    """Drop the means of a matrix; its average gradient, and with them its average square, become whole again."""
+    shape, step = state["exp_avg"].shape, int(state["step"])
+    units, inputs, _, _, *averages = (state[name][None] for name in (*WEIGHTS, *AVERAGES))
+    _join_(state["exp_avg"].view(1, shape[0], -1), units, inputs, averages)
+    if with_squares:  # as if all parts were independent
+        squares = [state[name][None] for name in SQUARES]
+        share = (1 - group["betas"][1] ** (step - 1)) / (1 - group["mean_beta"] ** (step - 1 - int(state["began"])))
+        own = [units.square(), inputs.square(), [share * x for x in squares]]
+        _join_(state["exp_avg_sq"].view(1, shape[0], -1), *own)
+    for name in (*MEANS_STATE, "began"):
+        state.pop(name, None)
+
+
 def _refresh_(U: Tensor, V: Tensor, X: Tensor, Y: Tensor, v_K: Tensor, v_R: Tensor, v_L: Tensor) -> None:
     """Orthonormal weights that span X and Y; second moments follow the rotation approximately."""
     new_U, new_V = followed(U, X), followed(V, Y)
@@ -355,22 +409,34 @@ def _refresh_(U: Tensor, V: Tensor, X: Tensor, Y: Tensor, v_K: Tensor, v_R: Tens
 def cosines(alive: Tensor, k: int) -> Tensor:
     """k orthonormal columns over the rows that are alive: their plain mean, then cosines of growing frequency.
 
-    (…, n) → (…, n, k). All rows count as alive where fewer than k are.
+    (…, n) → (…, n, k). Where fewer than k rows are alive, columns are left over, and zero.
     """
-    alive = (alive | (alive.sum(-1, keepdim=True) < k)).double()
-    count = alive.sum(-1, keepdim=True)
-    angle = (alive.cumsum(-1) - 0.5) * (math.pi / count)
-    waves = torch.cos(angle[..., None] * torch.arange(k, device=alive.device)) * (alive * (2 / count).sqrt())[..., None]
+    alive = alive.double()
+    count, column = alive.sum(-1, keepdim=True)[..., None], torch.arange(k, device=alive.device)
+    angle = (alive.cumsum(-1) - 0.5)[..., None] * (math.pi / count.clamp(min=1)) * column
+    waves = torch.cos(angle) * alive[..., None] * (2 / count.clamp(min=1)).sqrt() * (column < count)
     waves[..., :1] *= 0.5**0.5
     return waves
 
 
+def reach(beta1: float, beta2: float, t: int) -> float:
+    """The most that |m̂| / √v̂ of an Adam can be after t steps, by Cauchy and Schwarz; infinite unless β₁² < β₂.
+
+    When coordinates turn, v knows little of the new ones, and only this bound keeps the step from exploding.
+    """
+    if beta1**2 >= beta2:
+        return math.inf
+    ratio = beta1**2 / beta2
+    sums = (1 - beta2**t) / (1 - beta2) * (1 - ratio**t) / (1 - ratio)
+    return (1 - beta1) / (1 - beta1**t) * math.sqrt(sums)
+
+
 @lru_cache(maxsize=64)
-def rounding(shapes: tuple[torch.Size, ...]) -> Tensor:
+def rounding(shapes: tuple[torch.Size, ...], device: torch.device) -> Tensor:
     """The size of rounding errors in K, R, L and E for gradients of length 1, (4, tensors)."""
     sides = [(shape[0], shape[1:].numel()) if shape else (1, 1) for shape in shapes]
     columns = [(1.0, units**-0.5, inputs**-0.5, (units * inputs) ** -0.5) for units, inputs in sides]
-    return NOISE * torch.tensor(columns, dtype=torch.float64, device="cpu").T
+    return NOISE * torch.tensor(columns, dtype=torch.float64, device=device).T
 
 
 def _batch(grads: Sequence[Tensor | None], O: int, I: int, dtype: torch.dtype) -> Tensor:

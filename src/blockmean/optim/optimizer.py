@@ -67,7 +67,7 @@ class BlockMeanOptimizer(Optimizer):
     optional_state: ClassVar[tuple[str, ...]] = ()
     """Entries of `entry_state` that may be missing."""
     statistics_kept: ClassVar[Mapping[str, str]] = MappingProxyType({"U": "matrix"})
-    """Statistics between blocks: a "matrix", a "vector" or a "mask". Always includes `U`."""
+    """Statistics between blocks: a "matrix", a "vector" or a "mask". Includes `U` if there are any."""
     further_state: ClassVar[tuple[str, ...]] = ()
     """State of other shapes, in the dtype of the arithmetic; may be missing."""
     default_blocks: ClassVar[tuple[str, str]] = ("element", "all")
@@ -221,11 +221,14 @@ class BlockMeanOptimizer(Optimizer):
             grad = work.tensors[i].grad
             if grad is not None and grad.layout != torch.strided:
                 name = shown_names(work.group)[i]
-                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients. {name} has one.")
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients. {name} has one. Make its layer with "
+                    "sparse=False."
+                )
         devices = sorted({str(work.tensors[i].device) for i in (*work.states, *others)})
         if len(devices) > 1:
             raise RuntimeError(
-                f"{type(self).__name__} couples the parameters of a group, which must be on one device. "
+                f"{type(self).__name__} processes the parameters of a group together: they must be on one device. "
                 f"Got {' and '.join(devices)}. Put them into separate parameter groups."
             )
 
@@ -516,7 +519,7 @@ class BlockMeanOptimizer(Optimizer):
     def _adopted(self, param: Tensor, name: str, value: Tensor) -> Tensor:
         """A copy of a loaded tensor, with the dtype and device that a step expects."""
         value = value.detach()
-        if name == "step":
+        if name in ("step", "began"):
             return value.to("cpu", torch.float32, copy=True)
         if name in (*self.entry_state, *self.further_state):
             return value.to(param.device, arithmetic(param.dtype), copy=True)

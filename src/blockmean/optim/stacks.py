@@ -1,8 +1,8 @@
 """State tensors of equal shape in one buffer, so that one batched operation serves all of them.
 
 The state of a parameter holds views into the buffer, one per parameter, so every way of saving and loading state works
-as if each had a tensor of its own. Whatever replaces such a view (loading, copying, a user) is noticed in the next
-step, and the buffer is built again.
+as if each had a tensor of its own; only a state that is saved or copied alone takes the whole buffer along. Whatever
+replaces a view (loading, copying, a user) is noticed in the next step, and the buffer is built again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Stack:
     shapes: Mapping[str, tuple[int, ...]]
     members: list[int]
     buffers: dict[str, Tensor]
-    views: dict[int, list[Tensor]]
+    views: dict[int, list[tuple[Tensor, int]]]
+    """With their addresses: `view.data = …` gives a tensor other memory."""
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], states: Mapping[int, State], like: Tensor) -> Stack:
@@ -52,13 +53,16 @@ class Stack:
                 if name in states[i] and states[i][name].shape == view.shape:
                     view.copy_(states[i][name])
                 states[i][name] = view
-                stack.views[i].append(view)
+                stack.views[i].append((view, view.data_ptr()))
         return stack
 
     def holds(self, i: int, state: State) -> bool:
         """Whether the state of a tensor still consists of views into these buffers."""
         views = self.views.get(i)
-        return views is not None and all(state.get(name) is view for name, view in zip(self.shapes, views, strict=True))
+        return views is not None and all(
+            state.get(name) is view and view.data_ptr() == address
+            for name, (view, address) in zip(self.shapes, views, strict=True)
+        )
 
     def runs(self, steps: Mapping[int, Hashable]) -> Iterator[Run]:
         """Neighbours with equal values in `steps`; tensors without one sit out."""

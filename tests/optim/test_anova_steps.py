@@ -1,0 +1,268 @@
+"""Anova where gradients are sparse, sudden or missing, and where users change its state or options by hand."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from blockmean import Anova
+from blockmean.optim.anova import reach
+
+
+def steps_of(optimizer, param, grads):
+    """The root mean square of every step."""
+    lengths = []
+    for grad in grads:
+        before = param.detach().clone()
+        param.grad = grad.clone()
+        optimizer.step()
+        lengths.append(float((param.detach() - before).norm()) / param.numel() ** 0.5)
+    return lengths
+
+
+def noise(shape, count, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=rng) for _ in range(count)]
+
+
+def train(model, optimizer, steps, seed):
+    rng = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=rng)
+        optimizer.step()
+
+
+# ---------------------------------------------------------------- length of a step
+
+
+def few_tokens(shape, tokens, count):
+    """Gradients of an embedding, with few of its rows in every batch."""
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        rows = torch.randint(shape[0], (tokens,), generator=rng)
+        yield torch.zeros(shape).index_add_(0, rows, torch.randn(tokens, shape[1], generator=rng))
+
+
+def seldom(shape, share, count):
+    """Gradients of an expert that most batches do not visit."""
+    rng = torch.Generator().manual_seed(0)
+    for grad in noise(shape, count):
+        yield grad * float(torch.rand((), generator=rng) < share)
+
+
+def one_outlier(shape, count):
+    """An ordinary course, one batch of rank one a hundred times as large, and the ordinary course again."""
+    grads = noise(shape, count)
+    grads[29] = 100 * torch.outer(*(torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in shape))
+    return grads
+
+
+LONG = {
+    "few tokens, auto": (lambda: few_tokens((200, 32), 5, 60), (200, 32), "auto"),
+    "few tokens, 4 means": (lambda: few_tokens((60, 20), 2, 60), (60, 20), 4),
+    "seldom, auto": (lambda: seldom((32, 48), 0.1, 60), (32, 48), "auto"),
+    "one outlier, 1 mean": (lambda: one_outlier((32, 48), 60), (32, 48), 1),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_no_step_is_much_longer_than_the_learning_rate(kind):
+    grads, shape, means = LONG[kind]
+    param = nn.Parameter(torch.zeros(shape))
+    lengths = steps_of(Anova([param], lr=1.0, weight_decay=0.0, means=means), param, grads())
+    assert max(lengths) < 3  # each of four parts is an Adam, and an Adam in a fixed basis stays near 1
+
+
+def test_an_embedding_trained_with_small_batches_stays_small():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1000, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    target = torch.randint(10, (1000,))
+    optimizer = Anova(model.parameters())
+    for _ in range(200):
+        words = torch.randint(1000, (8,))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(words), target[words]).backward()
+        optimizer.step()
+    assert float(model[0].weight.detach().abs().max()) < 5
+
+
+def test_means_switched_off_and_on_again_start_over():
+    param = nn.Parameter(torch.zeros(8, 10))
+    optimizer = Anova([param], lr=1.0, weight_decay=0.0, means=3)
+    small, large = [1e-4 * grad for grad in noise((8, 10), 19)], noise((8, 10), 30, seed=1)
+    steps_of(optimizer, param, small[:9])
+    optimizer.param_groups[0]["means"] = 0
+    steps_of(optimizer, param, large)
+    optimizer.param_groups[0]["means"] = 3
+    assert max(steps_of(optimizer, param, small[9:])) < 3
+    assert int(optimizer.state[param]["began"]) == 39
+
+
+def test_means_switched_off_do_not_lengthen_the_steps():
+    common = 100 * torch.outer(*noise((30,), 2))[:20]
+    grads = [common + grad for grad in noise((20, 30), 44, seed=1)]
+    param = nn.Parameter(torch.zeros(20, 30))
+    optimizer = Anova([param], lr=1.0, weight_decay=0.0)
+    steps_of(optimizer, param, grads[:40])
+    optimizer.param_groups[0]["means"] = 0
+    assert max(steps_of(optimizer, param, grads[40:])) < 3
+
+
+# ---------------------------------------------------------------- rows without any gradient
+
+
+def unseen_rows_move(grads, shape):
+    param = nn.Parameter(torch.ones(shape))
+    seen = torch.arange(shape[0]) % 3 > 0
+    optimizer = Anova([param], lr=0.01, weight_decay=0.0)
+    for grad in grads:
+        param.grad = grad * seen[:, None]
+        optimizer.step()
+    return bool((param.detach()[~seen] != 1).any())
+
+
+def test_rows_without_gradient_do_not_move_after_a_first_gradient_of_zero():
+    """Layers before one that starts at zero (LoRA, residual branches), and states that DCP initialises."""
+    assert not unseen_rows_move([torch.zeros(60, 20), *noise((60, 20), 5)], (60, 20))
+
+
+def test_words_that_never_occur_do_not_move():
+    assert not unseen_rows_move(few_tokens((200, 32), 5, 5), (200, 32))
+
+
+# ---------------------------------------------------------------- state
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_distributed_checkpoint_keeps_when_the_means_began(flat, tmp_path):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model = nn.Sequential(nn.Linear(10, 12))
+    optimizer = Anova(model.parameters(), lr=0.01, means=3)
+    train(model, optimizer, 5, seed=0)
+    optimizer.param_groups[0]["means"] = 4
+    train(model, optimizer, 2, seed=1)
+    other = copy.deepcopy(model)
+    resumed = Anova(other.parameters(), lr=0.01, means=4)
+    dcp.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=tmp_path, no_dist=True)
+    saved = get_optimizer_state_dict(other, resumed, options=options)
+    dcp.load(saved, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other, resumed, saved, options=options)
+    train(model, optimizer, 4, seed=2)
+    train(other, resumed, 4, seed=2)
+    torch.testing.assert_close(other[0].weight, model[0].weight, rtol=0, atol=1e-6)
+
+
+def test_state_replaced_through_data_is_noticed():
+    """The usual loop that moves state to another device: `value.data = value.data.to(device)`."""
+    param = nn.Parameter(torch.zeros(8, 10))
+    optimizer = Anova([param], means=2)
+    steps_of(optimizer, param, noise((8, 10), 4))
+    for name, value in optimizer.state[param].items():
+        if name not in ("step", "began"):
+            value.data = torch.zeros_like(value.data)
+    assert steps_of(optimizer, param, [torch.zeros(8, 10)]) == [0.0]
+
+
+def test_moments_of_another_shape_are_not_taken_over():
+    param = nn.Parameter(torch.zeros(8, 10))
+    optimizer = Anova([param], means=2, weight_decay=0.0)
+    steps_of(optimizer, param, noise((8, 10), 4))
+    param.data = torch.zeros(10, 8)
+    try:
+        steps_of(optimizer, param, [torch.zeros(10, 8)])
+    except (ValueError, RuntimeError):  # as AdamW, and as Anova(means=0)
+        return
+    assert not optimizer.state[param]["exp_avg"].any()
+
+
+def test_old_buffers_are_freed_when_the_number_of_means_changes():
+    param = nn.Parameter(torch.zeros(30, 40))
+    optimizer = Anova([param], means=2)
+    for means in (2, 3, 4, 5):
+        optimizer.param_groups[0]["means"] = means
+        steps_of(optimizer, param, noise((30, 40), 1))
+    held = {b.data_ptr(): b.numel() for stack in optimizer._stacks.values() for b in stack.buffers.values()}
+    assert sum(held.values()) <= sum(value.numel() for value in optimizer.state[param].values())
+
+
+@pytest.mark.parametrize("means", ["many", -1, 2.5, True])
+def test_a_bad_number_of_means_set_by_hand_is_refused_before_anything_changes(means):
+    param = nn.Parameter(torch.zeros(8, 10))
+    optimizer = Anova([param], means=2)
+    steps_of(optimizer, param, noise((8, 10), 1))
+    optimizer.param_groups[0]["means"] = means
+    with pytest.raises(ValueError, match="The 'means' parameter of Anova must be"):
+        optimizer.step()
+    assert int(optimizer.state[param]["step"]) == 1
+
+
+def test_resuming_with_a_frozen_layer_is_bit_exact():
+    """Batches of another size take other kernels. Without the frozen layer, resuming is exact."""
+    model = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(3))
+    optimizer = Anova(model.parameters(), lr=0.01)
+    train(model, optimizer, 3, seed=0)
+    model[1].weight.requires_grad_(False)
+
+    def go_on(model, optimizer):
+        for grads in zip(*(noise((12, 12), 6, seed) for seed in range(3)), strict=True):
+            for layer, grad in zip(model, grads, strict=True):
+                layer.weight.grad = grad if layer.weight.requires_grad else None
+            optimizer.step()
+
+    other = copy.deepcopy(model)
+    resumed = Anova(other.parameters(), lr=0.01)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    go_on(model, optimizer)
+    go_on(other, resumed)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_bfloat16_is_rounded_once_beside_float32_of_the_same_shape():
+    grads = [grad.bfloat16() for grad in noise((10, 12), 8)]
+    alone, half = (nn.Parameter(torch.ones(10, 12, dtype=torch.bfloat16)) for _ in range(2))
+    full = nn.Parameter(torch.ones(10, 12))
+    steps_of(Anova([alone], lr=0.01), alone, grads)
+    optimizer = Anova([full, half], lr=0.01)
+    for grad in grads:
+        full.grad, half.grad = grad.float(), grad.clone()
+        optimizer.step()
+    assert torch.equal(half, alone)
+
+
+def test_weights_are_orthonormal_in_float64_for_gradients_of_very_different_size():
+    rng = torch.Generator().manual_seed(0)
+    param = nn.Parameter(torch.zeros(24, 30, dtype=torch.float64))
+    optimizer = Anova([param], means=24)
+    worst = 0.0
+    for _ in range(300):
+        a, b = (torch.randn(n, generator=rng, dtype=torch.float64) for n in (24, 30))
+        param.grad = torch.outer(a, b) * 10 ** float(3 * torch.randn((), generator=rng))
+        optimizer.step()
+        U = optimizer.state[param]["units"]
+        worst = max(worst, float((U.T @ U - torch.eye(24, dtype=U.dtype)).abs().max()))
+    assert worst < 1e-8
+
+
+def test_a_clamped_adam_is_no_other_adam():
+    """Cauchy and Schwarz: the bound of K', R', L' and E' never acts in a fixed basis."""
+    beta1, beta, steps = 0.9, 0.95, 200
+    rng = torch.Generator().manual_seed(0)
+    g = torch.randn(steps, 1000, generator=rng, dtype=torch.float64).exp_().mul_(torch.randn(1000, generator=rng))
+    m, v = torch.zeros(1000, dtype=torch.float64), torch.zeros(1000, dtype=torch.float64)
+    for t in range(1, steps + 1):
+        m, v = beta1 * m + (1 - beta1) * g[t - 1], beta * v + (1 - beta) * g[t - 1] ** 2
+        assert float((m / (1 - beta1**t) / (v / (1 - beta**t)).sqrt()).abs().max()) <= reach(beta1, beta, t) + 1e-12
+    assert reach(beta1, beta, 1) == pytest.approx(1) and 1 < reach(beta1, beta, steps) < 1.2
+    assert reach(0.99, 0.95, 7) == float("inf")
