@@ -112,7 +112,8 @@ class MeanStatistics:
 
     The energy of a part is the sum of its second moments. Those of means remember 1/(1 − mean_beta) steps, and those of
     the remainder 1/(1 − β₂): while gradients shrink, the remainder still counts some of the larger ones, and while they
-    grow, it lags behind. Where means began after steps of AdamW, it counts whole gradients of that time.
+    grow, it lags behind. What U and V turn away from is forgotten, so noise gives means a little less than chance.
+    Where means began after steps of AdamW, the remainder counts whole gradients of that time.
     """
 
     group: int
