@@ -43,8 +43,8 @@ from blockmean.optim.optimizer import BlockMeanOptimizer, Work, distinct, given_
 from blockmean.optim.passes import Tensors, arithmetic, choose
 from blockmean.optim.stacks import Run, Stack
 
-NARROW, MOST = 4, 64
-"""means="auto": twice the root of the shorter side of a matrix, up to 64; none for sides shorter than 4."""
+NARROW, MOST = 4, 32
+"""means="auto": twice the root of the shorter side of a matrix, up to 32; none for sides shorter than 4."""
 
 CHUNK = 2**18
 """Entries that a step processes at a time: small enough that its temporaries stay in the cache."""
@@ -55,8 +55,13 @@ FORGET = 0.95
 NOISE = 2.0**-19
 """ν: 16 rounding errors of float32. Entries smaller than this share of the gradient take no full step."""
 
-MEANS_STATE = ("units", "inputs", "units_followed", "inputs_followed", "grand_sq", "unit_sq", "input_sq")
-"""U, Vᵀ, X, Yᵀ, v_K, v_R, v_L of a matrix."""
+WEIGHTS = ("units", "inputs", "units_followed", "inputs_followed")
+"""U, Vᵀ, X and Yᵀ of a matrix."""
+AVERAGES = ("grand_avg", "unit_avg", "input_avg")
+"""The parts K, R and L of the average gradient; `exp_avg` has its remainder."""
+SQUARES = ("grand_sq", "unit_sq", "input_sq")
+"""v_K, v_R and v_L; `exp_avg_sq` is v_E."""
+MEANS_STATE = (*WEIGHTS, *AVERAGES, *SQUARES)
 
 
 class Table(NamedTuple):
@@ -75,7 +80,8 @@ class Table(NamedTuple):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every state tensor."""
         (k, q), (units, inputs) = self.means, self.matrix
-        means = ((units, k), (q, inputs), (units, k), (q, inputs), (k, q), (units, q), (k, inputs))
+        sides, parts = ((units, k), (q, inputs)), ((k, q), (units, q), (k, inputs))
+        means = (*sides, *sides, *parts, *parts)
         return {"exp_avg": self.shape, "exp_avg_sq": self.shape, **dict(zip(MEANS_STATE, means, strict=True))}
 
 
@@ -93,7 +99,7 @@ class Anova(BlockMeanOptimizer):
         betas: decay of the averages of the gradient and of the square of its remainder.  # β₁, β₂
         mean_beta: decay of the averages of squared means.  # β_m
         means: number of means over units and over inputs of a matrix, one number for both or a pair; "auto" takes
-            twice the root of the shorter side, 64 at most. 0 gives torch's AdamW.  # k
+            twice the root of the shorter side, 32 at most. 0 gives torch's AdamW.  # k
         refresh_every: make U and V orthonormal once in this many steps; they see every gradient.  # T
         eps: added to the root of every average square.  # ε
         weight_decay: decoupled, as in `torch.optim.AdamW`.
@@ -126,7 +132,7 @@ class Anova(BlockMeanOptimizer):
         *,
         means: int | tuple[int, int] | str = "auto",
         mean_beta: float = 0.95,
-        refresh_every: int = 3,
+        refresh_every: int = 5,
         maximize: bool = False,
         nonfinite: str = "raise",
         foreach: bool | None = None,
@@ -170,9 +176,10 @@ class Anova(BlockMeanOptimizer):
         require(good, "means", owner, "'auto', a whole number >= 0, or two of them (units, inputs)", means)
 
     def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        dtype = arithmetic(param.dtype)
-        moments = {key: torch.zeros_like(param, dtype=dtype) for key in self.entry_state}
-        return {"step": torch.tensor(0.0, dtype=torch.float32), **moments}
+        state = {"step": torch.tensor(0.0, dtype=torch.float32)}
+        if means_of(param.shape, group["means"]) == (0, 0):  # the others get their state from a stack
+            state |= {key: torch.zeros_like(param, dtype=arithmetic(param.dtype)) for key in self.entry_state}
+        return state
 
     def block_sums(self, work: Work) -> Tensor:
         """The length of every gradient: whether it is finite, and how large its rounding errors are."""
@@ -245,6 +252,9 @@ class Anova(BlockMeanOptimizer):
         for i in members:
             state = states[i]
             if any(name not in state or state[name].shape != shapes[name] for name in MEANS_STATE):
+                if all(name in state for name in MEANS_STATE):
+                    units, inputs, _, _, *averages = (state[name][None] for name in (*WEIGHTS, *AVERAGES))
+                    _join_(state["exp_avg"].view(1, *table.matrix), units, inputs, averages)
                 for name in MEANS_STATE:
                     state.pop(name, None)
                 began = int(state["step"]) - 1
@@ -256,7 +266,7 @@ class Anova(BlockMeanOptimizer):
         return stack
 
     def _apply_means(
-        self, work: Work, run: Run, table: Table, places: Sequence[int], step: int, age: int, floors: Tensor
+        self, work: Work, run: Run, table: Table, places: Sequence[int], step: int, age: int, floor_of: Tensor
     ) -> None:
         """One step of equal matrices, as a batch. `age`: steps since their means began, this one included."""
         group, n = work.group, len(places)
@@ -266,42 +276,43 @@ class Anova(BlockMeanOptimizer):
         if group["maximize"]:
             G = -G
         m, v = (run.buffers[key].view(n, O, I) for key in self.entry_state)
-        U, Vt, X, Yt, *squares = (run.buffers[key] for key in MEANS_STATE)
+        U, Vt, X, Yt = (run.buffers[key] for key in WEIGHTS)
+        averages, squares = ([run.buffers[key] for key in keys] for keys in (AVERAGES, SQUARES))
         V = Vt.mT
         if age == 1:
             _start_(U, V, G)
-        *small, floor = floors[:, places].to(table.dtype).view(4, n, 1, 1).unbind()
+            if step > 1:  # the momentum is older than the means
+                _split_(m, U, Vt, averages)
+        *floors, floor = floor_of[:, places].to(table.dtype).view(4, n, 1, 1).unbind()
 
         GV, UG = torch.bmm(G, V), torch.bmm(U.mT, G)
         parts = _means(U, V, GV, UG)
-        m.lerp_(G, 1 - beta1)
-        mV, Um = torch.bmm(m, V), torch.bmm(U.mT, m)
-        steps = K, R, L = _means(U, V, mV, Um)
-        right_G, right_m = torch.cat([Vt, parts[2]], 1), torch.cat([Vt, L], 1)
-        left_G, left_m = torch.cat([GV, U], 2), torch.cat([mV, U], 2)
+        torch._foreach_lerp_(averages, parts, 1 - beta1)
         found = torch._foreach_mul(parts, parts)
-        if age == 1 < step:  # the momentum is older than the means, and may be larger than this gradient
-            torch._foreach_maximum_(found, torch._foreach_mul(steps, steps))
+        if age == 1 < step:  # this gradient may be smaller than the momentum
+            torch._foreach_maximum_(found, torch._foreach_mul(averages, averages))
         torch._foreach_lerp_(squares, found, 1 - mean_beta)
-        roots = torch._foreach_add(small, torch._foreach_sqrt(squares), alpha=(1 - mean_beta**age) ** -0.5)
-        torch._foreach_div_(steps, roots)
+        roots = torch._foreach_add(floors, torch._foreach_sqrt(squares), alpha=(1 - mean_beta**age) ** -0.5)
+        K, R, L = torch._foreach_div(averages, roots)
 
         lr, unbias = float(group["lr"]), (1 - beta2**step) ** -0.5
         rate, decay = lr / (1 - beta1**step), 1 - lr * group["weight_decay"]
+        left, right = torch.cat([GV, U], 2), torch.cat([Vt, parts[2]], 1)  # left · right: G without its remainder
         K.baddbmm_(L, V, alpha=-1)
         in_place = n == 1 and params[0].dtype == table.dtype and params[0].is_contiguous()
         height = max(1, CHUNK // I) if in_place else O
         for top in range(0, O, height):
-            rows = slice(top, top + height)
-            E = torch.baddbmm(G[:, rows], left_G[:, rows], right_G, alpha=-1)
-            v[:, rows].mul_(beta2).addcmul_(E, E, value=1 - beta2)
-            torch.baddbmm(m[:, rows], left_m[:, rows], right_m, alpha=-1, out=E)
-            root = v[:, rows].sqrt()
-            E.div_(torch.add(floor, root, alpha=unbias, out=root))
-            R[:, rows].baddbmm_(E, V, alpha=-1)  # R', L' and K' minus what E' has of them: P(E')
-            L.baddbmm_(U[:, rows].mT, E, alpha=-1)
+            part = slice(top, top + height)
+            mean, square, g, l, u, r = (x[:, part] if height < O else x for x in (m, v, G, left, U, R))
+            E = torch.baddbmm(g, l, right, alpha=-1)
+            square.mul_(beta2).addcmul_(E, E, value=1 - beta2)
+            mean.lerp_(E, 1 - beta1)
+            root = square.sqrt()
+            torch.div(mean, torch.add(floor, root, alpha=unbias, out=root), out=E)
+            r.baddbmm_(E, V, alpha=-1)  # R', L' and K' minus what E' has of them: P(E')
+            L.baddbmm_(u.mT, E, alpha=-1)
             if height < O:
-                params[0].view(1, O, I)[:, rows].mul_(decay).sub_(E, alpha=rate)
+                params[0].view(1, O, I)[:, part].mul_(decay).sub_(E, alpha=rate)
         K.baddbmm_(U.mT, R, alpha=-1)
         left, right = torch.cat([R.baddbmm_(U, K), U], 2), torch.cat([Vt, L], 1)
         if height < O:
@@ -311,7 +322,22 @@ class Anova(BlockMeanOptimizer):
         X.baddbmm_(G, UG.mT, beta=FORGET, alpha=1 - FORGET)
         Yt.baddbmm_(GV.mT, G, beta=FORGET, alpha=1 - FORGET)
         if age % group["refresh_every"] == 0:
+            _join_(m, U, Vt, averages)
             _refresh_(U, V, X, Yt.mT, *squares)
+            _split_(m, U, Vt, averages)
+
+
+def _split_(m: Tensor, U: Tensor, Vt: Tensor, parts: list[Tensor]) -> None:
+    """Move K, R and L of a matrix out of it: what stays is its remainder."""
+    mV = torch.bmm(m, Vt.mT)
+    torch._foreach_copy_(parts, _means(U, Vt.mT, mV, torch.bmm(U.mT, m)))
+    m.baddbmm_(torch.cat([mV, U], 2), torch.cat([Vt, parts[2]], 1), alpha=-1)
+
+
+def _join_(m: Tensor, U: Tensor, Vt: Tensor, parts: list[Tensor]) -> None:
+    """The inverse of `_split_`."""
+    K, R, L = parts
+    m.baddbmm_(torch.cat([torch.baddbmm(R, U, K), U], 2), torch.cat([Vt, L], 1))
 
 
 def _means(U: Tensor, V: Tensor, GV: Tensor, UG: Tensor) -> list[Tensor]:

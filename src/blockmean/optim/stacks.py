@@ -45,16 +45,15 @@ class Stack:
     def of(cls, shapes: Mapping[str, tuple[int, ...]], states: Mapping[int, State], like: Tensor) -> Stack:
         """Move the state of these tensors into new buffers. What a state lacks, or has in another shape, is zero."""
         members = sorted(states)
-        buffers = {name: like.new_zeros(len(members), *shape) for name, shape in shapes.items()}
-        views: dict[int, list[Tensor]] = {i: [] for i in members}
-        for name, buffer in buffers.items():
+        stack = cls(shapes, members, {}, {i: [] for i in members})
+        for name, shape in shapes.items():  # one kind after another: what was copied can be freed
+            buffer = stack.buffers[name] = like.new_zeros(len(members), *shape)
             for i, view in zip(members, buffer.unbind(), strict=True):
-                state = states[i]
-                if name in state and state[name].numel() == view.numel():
-                    view.copy_(state[name].reshape(view.shape))
-                state[name] = view
-                views[i].append(view)
-        return cls(shapes, members, buffers, views)
+                if name in states[i] and states[i][name].shape == view.shape:
+                    view.copy_(states[i][name])
+                states[i][name] = view
+                stack.views[i].append(view)
+        return stack
 
     def holds(self, i: int, state: State) -> bool:
         """Whether the state of a tensor still consists of views into these buffers."""
