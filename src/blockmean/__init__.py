@@ -5,7 +5,7 @@
     optim/         Anova, AdamBMA, AdaGradBMA, AdaGradFull, NaturalGradientBMA: drop-in for torch.optim, one per file
                    diagnose: will the correction matter here?
     curvature/     Fisher, Gauss-Newton and Hessian matrices of a model on data, as BlockMean, never d×d
-    plot/          pictures of matrices and their blocks (needs the `lab` extra)
+    plot/          pictures of matrices, their blocks, and the means in gradients (needs the `lab` extra)
 
 After Lu, Harandi, Hartley and Pascanu, "Block Mean Approximation for Efficient Second Order Optimization".
 """

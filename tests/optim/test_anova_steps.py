@@ -164,7 +164,7 @@ def test_a_distributed_checkpoint_keeps_when_the_means_began(flat, tmp_path):
 def test_state_replaced_through_data_is_noticed():
     """The usual loop that moves state to another device: `value.data = value.data.to(device)`."""
     param = nn.Parameter(torch.zeros(8, 10))
-    optimizer = Anova([param], means=2)
+    optimizer = Anova([param], means=2, weight_decay=0.0)
     steps_of(optimizer, param, noise((8, 10), 4))
     for name, value in optimizer.state[param].items():
         if name not in ("step", "began"):

@@ -165,5 +165,5 @@ def test_diagnosis_keeps_parameters_of_different_groups_apart():
         param.grad = torch.ones_like(param)
     optimizer.step()
     assert list(diagnose(optimizer).by_parameter) == ["group 0: param0", "group 1: param0"]
-    with pytest.raises(TypeError, match=r"'optimizer' parameter of diagnose must be AdamBMA or AdaGradBMA. Got 'SGD'"):
+    with pytest.raises(TypeError, match=r"of diagnose must be Anova, AdamBMA or AdaGradBMA. Got 'SGD'"):
         diagnose(torch.optim.SGD([a], lr=0.1))

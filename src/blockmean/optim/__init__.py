@@ -4,7 +4,7 @@ from blockmean.optim.adagrad import AdaGradBMA
 from blockmean.optim.adagrad_full import AdaGradFull
 from blockmean.optim.adam import AdamBMA
 from blockmean.optim.anova import Anova
-from blockmean.optim.inspection import BlockStatistics, Diagnosis, diagnose
+from blockmean.optim.inspection import BlockStatistics, Diagnosis, MeanStatistics, diagnose
 from blockmean.optim.natural import NaturalGradientBMA
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Anova",
     "BlockStatistics",
     "Diagnosis",
+    "MeanStatistics",
     "NaturalGradientBMA",
     "diagnose",
 ]

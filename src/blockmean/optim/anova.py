@@ -42,7 +42,8 @@ from blockmean._checks import require, require_number
 from blockmean._linalg import followed
 from blockmean.optim.adam import require_adamw, require_betas
 from blockmean.optim.forms import FORMS, Rule
-from blockmean.optim.optimizer import BlockMeanOptimizer, Work
+from blockmean.optim.inspection import MeanStatistics, mean_statistics
+from blockmean.optim.optimizer import BlockMeanOptimizer, Work, distinct, given_names
 from blockmean.optim.passes import Tensors, arithmetic, choose
 from blockmean.optim.stacks import Run, Stack
 
@@ -239,6 +240,19 @@ class Anova(BlockMeanOptimizer):
                 for part in run.pieces(max(1, CHUNK // table.shape.numel())):
                     first = part.members[0]
                     self._apply_means(work, part, table, [where[i] for i in part.members], *ages[first], solution)
+
+    @torch.no_grad()
+    def block_statistics(self) -> list[MeanStatistics]:  # type: ignore[override]  # means in place of blocks
+        """How much of the gradient is means: one entry per matrix with means, in order.
+
+        Costs one pass over the second moments, and only when called.
+        """
+        return [
+            mean_statistics(number, name or f"param{i}", self.state[param], group)
+            for number, group in enumerate(self.param_groups)
+            for i, (name, param) in enumerate(zip(given_names(group), distinct(group), strict=True))
+            if means_of(param.shape, group["means"]) != (0, 0) and "units" in self.state.get(param, {})
+        ]
 
     def _apply_plain(self, work: Work, positions: Sequence[int]) -> None:
         """AdamW."""

@@ -1,9 +1,11 @@
-"""What an optimizer knows about the dependency between blocks, in readable form."""
+"""What an optimizer knows about the dependency between blocks, or about means, in readable form."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,15 +81,119 @@ class BlockStatistics:
             if self.common is not None and self.change is not None and self.change[i].abs() <= self.common[i].abs() > 0:
                 kept = f"{float(1 + self.change[i] / self.common[i]):.0%}"
             rows.append((self.names[i], f"{int(self.sizes[i]):,}", f"{float(self.diagonal[i]):.2f}", kept))
-        width = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            "  ".join(cell.ljust(width[c]) if c == 0 else cell.rjust(width[c]) for c, cell in enumerate(row))
-            for row in rows
-        ]
+        lines = _aligned(rows)
         span = f"{float(self.eigenvalues[0]):.3g} to {float(self.eigenvalues[-1]):.3g}"
         if len(self.names) > max_rows:
             lines.append(f"... and {len(self.names) - max_rows:,} more")
         return "\n".join([*lines, f"{len(self.names):,} blocks, eigenvalues of A from {span}"])
+
+
+class Parts(NamedTuple):
+    """One number for each part of a two-way analysis of variance."""
+
+    grand: float
+    """Grand means."""
+    per_unit: float
+    per_input: float
+    remainder: float
+
+    @property
+    def means(self) -> float:
+        """All but the remainder."""
+        return self.grand + self.per_unit + self.per_input
+
+
+PART_NAMES = ("grand means", "means per unit", "means per input", "remainder")
+
+
+@dataclass(frozen=True)
+class MeanStatistics:
+    """How the gradients of one matrix divide into means and remainder, from the state of `Anova`.
+
+    The energy of a part is the sum of its second moments. Those of means remember 1/(1 − mean_beta) steps, and those of
+    the remainder 1/(1 − β₂): while gradients shrink, the remainder still counts some of the larger ones, and while they
+    grow, it lags behind. What U and V turn away from is forgotten, so noise gives means a little less than chance.
+    Where means began after steps of AdamW, the remainder counts whole gradients of that time.
+    """
+
+    group: int
+    """Index of the parameter group."""
+    parameter: str
+    shape: tuple[int, int]
+    """Units and inputs: O, I."""
+    num_means: tuple[int, int]
+    """Over units and over inputs: k, q."""
+    energy: Parts
+    """Mean square of the gradient in each part, summed over the part."""
+
+    @property
+    def entries(self) -> int:
+        """O I."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def degrees_of_freedom(self) -> Parts:
+        """The dimensions of each part: kq, (O−k)q, k(I−q), (O−k)(I−q)."""
+        (units, inputs), (k, q) = self.shape, self.num_means
+        return Parts(k * q, (units - k) * q, k * (inputs - q), (units - k) * (inputs - q))
+
+    @property
+    def shares(self) -> Parts:
+        """The share of each part in the energy of the gradient; NaN if the gradient was always zero."""
+        total = sum(self.energy)
+        return Parts(*(energy / total if total > 0 else math.nan for energy in self.energy))
+
+    @property
+    def chance(self) -> Parts:
+        """What `shares` would be for a gradient of independent noise: the share of each part in the dimensions."""
+        return Parts(*(count / self.entries for count in self.degrees_of_freedom))
+
+    def describe(self) -> str:
+        """A table of the four parts.
+
+        >>> from blockmean import Anova
+        >>> layer = torch.nn.Linear(8, 4)
+        >>> optimizer = Anova(layer.named_parameters(), means=1)
+        >>> layer(torch.ones(8)).sum().backward()
+        >>> optimizer.step()
+        >>> print(optimizer.block_statistics()[0].describe())
+        part             dimensions   share  by chance
+        grand means               1  100.0%       3.1%
+        means per unit            3    0.0%       9.4%
+        means per input           7    0.0%      21.9%
+        remainder                21    0.0%      65.6%
+        weight: 4 units, 8 inputs; 1 mean over units, 1 over inputs
+        """
+        rows = [("part", "dimensions", "share", "by chance")]
+        columns = zip(PART_NAMES, self.degrees_of_freedom, self.shares, self.chance, strict=True)
+        rows += [
+            (part, f"{count:,}", "-" if math.isnan(share) else f"{share:.1%}", f"{chance:.1%}")
+            for part, count, share, chance in columns
+        ]
+        (units, inputs), (k, q) = self.shape, self.num_means
+        size = f"{self.parameter}: {units:,} units, {inputs:,} inputs"
+        return "\n".join([*_aligned(rows), f"{size}; {k} mean{'s' * (k != 1)} over units, {q} over inputs"])
+
+
+def mean_statistics(number: int, name: str, state: Mapping[str, Any], group: Mapping[str, Any]) -> MeanStatistics:
+    """From the state of a matrix with means, and the options of its group."""
+    squares = [state[key].sum(dtype=torch.float64) for key in ("grand_sq", "unit_sq", "input_sq", "exp_avg_sq")]
+    grand, per_unit, per_input, remainder = torch.stack(squares).tolist()
+    step = int(state["step"])
+    of_means = 1 - group["mean_beta"] ** (step - int(state.get("began", 0)))
+    of_remainder = 1 - group["betas"][1] ** step
+    energy = Parts(grand / of_means, per_unit / of_means, per_input / of_means, remainder / of_remainder)
+    (units, k), (q, inputs) = state["units"].shape, state["inputs"].shape
+    return MeanStatistics(number, name, (units, inputs), (k, q), energy)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table: the first column to the left, the others to the right."""
+    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width[c]) if c == 0 else cell.rjust(width[c]) for c, cell in enumerate(row))
+        for row in rows
+    ]
 
 
 def eigenvalues_of(A: Tensor) -> Tensor:
@@ -105,35 +211,46 @@ LITTLE, MUCH = 0.1, 0.2
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """How much of the gradient the entries of a block have in common.
+    """How much of the gradient is block means: what the entries of a block, or the units of a layer, have in common.
 
-    In units of its own root mean square, the gradient of a block of s entries has energy s. A_ii of that lies along the
-    one direction that all entries share, and a diagonal method steps too far along it by a factor of √A_ii. If
-    Σ A_ii / Σ s is small, that direction is a small part of training, however large A_ii is.
+    Every block or matrix counts in units of its own root mean square, so that s entries have energy s. For `AdamBMA`
+    and `AdaGradBMA`, A_ii of that lies along the one direction that all entries of a block share, and a diagonal method
+    steps too far along it by a factor of √A_ii. If Σ A_ii / Σ s is small, that direction is a small part of training,
+    however large A_ii is. For `Anova` it is the energy of all means: of every part but the remainder.
     """
 
     share: float
-    """Σ A_ii / Σ s over all blocks: between 0 and 1."""
+    """Of all blocks or matrices: between 0 and 1."""
     chance: float
-    """What `share` would be for gradients with random signs: one direction in s."""
+    """What `share` would be for gradients of independent noise: the directions of means over all directions."""
     by_parameter: dict[str, float]
-    """The same for the blocks of each parameter."""
+    """`share` of each parameter."""
+    chance_by_parameter: dict[str, float]
     steps: int
+    switch: str = "correction=False"
+    """The option to compare with: it switches off what uses this share."""
 
     @property
-    def matters(self) -> bool:
-        """Whether the correction should make a visible difference."""
-        return self.share >= MUCH and self.share > 2 * self.chance
+    def matters(self) -> bool | None:
+        """Whether the correction should make a visible difference. None for `Anova`: there, no threshold is known."""
+        return self.share >= MUCH and self.share > 2 * self.chance if self.switch == "correction=False" else None
 
     def __str__(self) -> str:
-        width = max(len(name) for name in self.by_parameter)
-        lines = [f"{'parameter':{max(width, 9)}}  common share of the gradient"]
-        lines += [f"{name:{max(width, 9)}}  {share:.1%}" for name, share in self.by_parameter.items()]
+        what = "common share of the gradient" if self.matters is not None else "share of means in the gradient"
+        rows = [("parameter", what, "by chance")]
+        shares = self.by_parameter.items()
+        rows += [(name, f"{share:.1%}", f"{self.chance_by_parameter[name]:.1%}") for name, share in shares]
+        lines = _aligned(rows)
         lines.append(f"overall {self.share:.1%} after {self.steps} steps (by chance: {self.chance:.1%})")
         if self.steps < FEW_STEPS:
             lines.append(f"Too early to tell: take {FEW_STEPS} to 50 steps first.")
+        elif self.matters is None:
+            lines.append(
+                f"The means hold {self.share / self.chance:.1f} times the energy that they would hold by chance. "
+                f"To see what that is worth, compare with {self.switch} at the best lr of each."
+            )
         elif self.matters:
-            lines.append("The correction should matter: compare it with correction=False at the best lr of each.")
+            lines.append(f"The correction should matter: compare it with {self.switch} at the best lr of each.")
         elif self.share >= LITTLE:
             lines.append("The correction may help a little.")
         else:
@@ -152,7 +269,10 @@ def unwrap(optimizer: Any) -> Any:
 
 
 def diagnose(optimizer: Any) -> Diagnosis:
-    """Predict whether the correction will matter, from about 50 steps of `AdamBMA` or `AdaGradBMA(variant="weighted")`.
+    """How much of the gradient is block means, after about 50 steps of `AdamBMA`, `AdaGradBMA` or `Anova`.
+
+    For `AdamBMA` and `AdaGradBMA(variant="weighted")` it predicts whether the correction will matter. For `Anova` it
+    compares the share of all means with chance.
 
     >>> import torch
     >>> from blockmean import AdamBMA
@@ -167,29 +287,42 @@ def diagnose(optimizer: Any) -> Diagnosis:
     """
     optimizer = unwrap(optimizer)
     ours = hasattr(optimizer, "block_statistics")
-    require(ours, "optimizer", "diagnose", "AdamBMA or AdaGradBMA", type(optimizer).__name__, TypeError)
-    energy: dict[str, float] = {}
-    entries: dict[str, int] = {}
-    blocks = 0
-    for statistics in optimizer.block_statistics():
-        if not statistics.is_normalised:
-            raise ValueError(
-                f"{type(optimizer).__name__} does not measure the diagonal of A in units of the gradient. "
-                "Take about 50 steps with AdamBMA, or with AdaGradBMA(variant='weighted')."
-            )
-        blocks += len(statistics.names)
+    require(ours, "optimizer", "diagnose", "Anova, AdamBMA or AdaGradBMA", type(optimizer).__name__, TypeError)
+    found = optimizer.block_statistics()
+    totals: dict[str, tuple[float, float, int]] = {}  # energy, the same by chance, entries
+    for statistics in found:
         prefix = f"group {statistics.group}: " if len(optimizer.param_groups) > 1 else ""
-        rows = zip(statistics.parameters, statistics.diagonal.tolist(), statistics.sizes.tolist(), strict=True)
-        for name, common, size in rows:
-            parameter = prefix + name
-            energy[parameter] = energy.get(parameter, 0.0) + common
-            entries[parameter] = entries.get(parameter, 0) + size
-    if not entries:
-        raise ValueError("There is nothing to diagnose yet: take some steps with correction=True first.")
-    total = sum(entries.values())
+        for name, *numbers in _common(statistics, type(optimizer).__name__):
+            before = totals.get(prefix + name, (0.0, 0.0, 0))
+            totals[prefix + name] = tuple(map(sum, zip(before, numbers, strict=True)))  # type: ignore[assignment]
+    if not totals:
+        raise ValueError(
+            "There is nothing to diagnose yet: take some steps first, with correction=True (Anova: with means)."
+        )
+    energy, by_chance, entries = (sum(column) for column in zip(*totals.values(), strict=True))
     return Diagnosis(
-        share=sum(energy.values()) / total,
-        chance=blocks / total,
-        by_parameter={name: energy[name] / entries[name] for name in entries},
+        share=energy / entries,
+        chance=by_chance / entries,
+        by_parameter={name: common / count for name, (common, _, count) in totals.items()},
+        chance_by_parameter={name: chance / count for name, (_, chance, count) in totals.items()},
         steps=int(max(float(state["step"]) for state in optimizer.state.values() if "step" in state)),
+        switch="means=0" if isinstance(found[0], MeanStatistics) else "correction=False",
     )
+
+
+def _common(statistics: BlockStatistics | MeanStatistics, owner: str) -> Iterator[tuple[str, float, float, int]]:
+    """Parameter, common energy, the same by chance, entries: of every block, or of a matrix that has a gradient."""
+    if isinstance(statistics, MeanStatistics):
+        share, chance, entries = statistics.shares.means, statistics.chance.means, statistics.entries
+        if not math.isnan(share):
+            yield statistics.parameter, share * entries, chance * entries, entries
+        return
+    if not statistics.is_normalised:
+        raise ValueError(
+            f"{owner} does not measure the diagonal of A in units of the gradient. "
+            "Take about 50 steps with AdamBMA, or with AdaGradBMA(variant='weighted')."
+        )
+    for name, common, size in zip(
+        statistics.parameters, statistics.diagonal.tolist(), statistics.sizes.tolist(), strict=True
+    ):
+        yield name, common, 1.0, size

@@ -11,7 +11,7 @@ from torch import Tensor
 from blockmean._checks import require
 from blockmean.curvature import Curvature
 from blockmean.matrix import BlockMean
-from blockmean.optim import BlockStatistics
+from blockmean.optim import Anova, BlockStatistics, MeanStatistics
 from blockmean.optim.inspection import unwrap
 from blockmean.optim.optimizer import BlockMeanOptimizer
 from blockmean.plot._axes import LARGEST
@@ -77,6 +77,7 @@ def block_matrix(source: Source, owner: str) -> BlockMatrix:
     if isinstance(source, Curvature):
         source = source.matrix
     found = unwrap(source)
+    refuse_means(found, owner)
     if isinstance(found, BlockMean):
         require(found.lam.ndim == 1, "source", owner, "a single matrix", f"a batch of {list(found.lam.shape[:-1])}")
         _require_few(found.partition.num_blocks, LARGEST, owner)
@@ -93,6 +94,16 @@ def block_matrix(source: Source, owner: str) -> BlockMatrix:
     is_diagonal = all(statistics.A.ndim == 1 for statistics in found)
     _require_few(sum(len(s.names) for s in found), LARGEST_DIAGONAL if is_diagonal else LARGEST, owner)
     return _from_statistics(found)
+
+
+def refuse_means(source: object, owner: str) -> None:
+    """Raise if the source is an `Anova`, or statistics of one."""
+    first = source[0] if isinstance(source, Sequence) and source else source
+    if isinstance(first, Anova | MeanStatistics):
+        raise TypeError(
+            f"{owner} is about matrices between blocks, and Anova has means instead. "
+            "plot.shares(optimizer) draws them, and optimizer.block_statistics() returns them."
+        )
 
 
 def _require_few(L: int, limit: int, owner: str) -> None:

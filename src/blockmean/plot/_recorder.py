@@ -16,6 +16,7 @@ from blockmean.optim import BlockStatistics
 from blockmean.optim.inspection import unwrap
 from blockmean.optim.optimizer import BlockMeanOptimizer
 from blockmean.plot._axes import LARGEST
+from blockmean.plot._block_matrix import refuse_means
 from blockmean.plot._coupling import coupling
 from blockmean.plot._history import CouplingHistory, draw_histories
 
@@ -70,6 +71,7 @@ class CouplingRecorder:
         self, optimizer: BlockMeanOptimizer, every: int = 100, writer: Writer | None = None, *, max_records: int = 256
     ) -> None:
         optimizer = unwrap(optimizer)
+        refuse_means(optimizer, OWNER)
         ours = isinstance(optimizer, BlockMeanOptimizer)
         require(ours, "optimizer", OWNER, "an optimizer of blockmean", type(optimizer).__name__, TypeError)
         for name, value, least in (("every", every, 1), ("max_records", max_records, 2)):
