@@ -391,7 +391,9 @@ def _start_(U: Tensor, V: Tensor, G: Tensor) -> None:
 
 def _revive_(W: Tensor, m: Tensor) -> None:
     """Cosines for columns that are zero, because fewer units or inputs had a gradient when the means began."""
-    W.add_(cosines((m != 0).any(-1), W.shape[-1]).to(W.dtype) * (W == 0).all(-2, keepdim=True))
+    empty = (W == 0).all(-2, keepdim=True)
+    if empty.any():
+        W.add_(cosines((m != 0).any(-1), W.shape[-1]).to(W.dtype) * empty)
 
 
 def _forget(state: dict[str, Any], group: dict[str, Any], with_squares: bool) -> None:
