@@ -111,7 +111,7 @@ def race_brief(found: Sequence[TaskResult]) -> str:
     """Loss after equal steps, and steps and seconds to AdamW's loss, for a few arms."""
     rivals = SHOWN[1:]
     header = ["task", *(f"loss, {arm}" for arm in SHOWN)]
-    header += [f"{what} to AdamW's loss, {arm}" for what in ("steps", "seconds") for arm in rivals]
+    header += [f"{what}, {arm}" for what in ("steps", "seconds") for arm in rivals]
     rows = []
     for one in found:
         if any(arm not in one.arms for arm in SHOWN):
