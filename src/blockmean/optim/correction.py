@@ -9,20 +9,23 @@ take exactly the step of the principal submatrix without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from blockmean._linalg import LinAlgError, inverse_root_minus_identity, times
+from blockmean.blocks import By
+from blockmean.optim import native
 from blockmean.optim.forms import SMALLEST_LAMBDA, Form, Rule
-from blockmean.optim.layout import Component
-from blockmean.optim.optimizer import BlockMeanOptimizer, Work, assemble
-from blockmean.optim.passes import Passes, Tensors, choose
+from blockmean.optim.layout import Component, Layout, Pieces
+from blockmean.optim.native.solver import Solver, can_solve
+from blockmean.optim.optimizer import BlockMeanOptimizer, Work, assemble, shown_names
+from blockmean.optim.passes import NATIVE, Tensors, choose, wants_native
 
 
 def accumulate_(U: Tensor, u: Tensor, beta: float | None, present: Tensor | None) -> None:
@@ -82,9 +85,20 @@ class Part(NamedTuple):
     """Pieces that share a rule and an implementation of the passes."""
 
     run: slice  # among the pieces of the group
+    columns: slice  # among their blocks, in the order of pieces
     rule: Rule
     tensors: Tensors
-    passes: Passes
+    passes: Any
+
+
+@dataclass
+class Plan:
+    """How a group takes its steps."""
+
+    options: tuple[Any, ...]  # what the choice of parts depends on
+    parts: list[Part]  # those to correct, followed by those that take the plain step
+    columns: Tensor  # (rows, blocks of all pieces in order)
+    solver: Solver | None = None
 
 
 class CorrectedOptimizer(BlockMeanOptimizer):
@@ -92,6 +106,8 @@ class CorrectedOptimizer(BlockMeanOptimizer):
 
     statistics_kept = MappingProxyType({"U": "matrix", "energy": "vector", "root": "matrix", "root_of": "mask"})
     leaves_plain = True
+    keeps_lists = True
+    has_kernels = True
 
     def rule(self, group: dict[str, Any]) -> Rule:
         """The method that the options of a group select."""
@@ -100,46 +116,127 @@ class CorrectedOptimizer(BlockMeanOptimizer):
     def measures_diagonal(self, group: dict[str, Any]) -> bool:
         return self.rule({**group, "correction": True}).form.is_weighted
 
-    def _parts(self, work: Work) -> list[Part]:
-        """The pieces to correct, followed by those that take the plain step."""
-        rule, layout = self.rule(work.group), work.layout
+    # ---------------------------------------------------------------- which tensors the native kernels take
+
+    def _make_layout(
+        self, group: dict[str, Any], tensors: list[Tensor], by: By, outputs: Sequence[int | Tensor]
+    ) -> Layout:
+        layout = super()._make_layout(group, tensors, by, outputs)
+        if group["fused"]:
+            self._refuse_fused(group, {i: native.refusal(p, None, [], layout.cuts[i]) for i, p in enumerate(tensors)})
+        return layout
+
+    def pieces(self, work: Work, device: torch.device) -> Pieces:
+        """Whole tensors for the kernels, and pieces of the others."""
+        group = work.group
+        if not wants_native(group["foreach"], group["fused"]):
+            return super().pieces(work, device)
+        reasons: dict[int, str | None] = {}
+        written = []
+        for i, state in work.states.items():
+            param, moments = work.tensors[i], [state[key] for key in self.entry_state]
+            reasons[i] = native.refusal(param, param.grad, moments, work.layout.cuts[i])
+            written += [(i, x) for x in (param, *moments) if not reasons[i]]
+        reasons.update(dict.fromkeys(native.overlapping(written), "shares memory with another"))
+        if group["fused"]:
+            self._refuse_fused(group, reasons)
+        work.native = {i for i, reason in reasons.items() if not reason}
+        everything = len(work.native) == len(work.tensors)
+        return work.layout.whole if everything else work.layout.split_except(work.native)
+
+    def _refuse_fused(self, group: dict[str, Any], reasons: dict[int, str | None]) -> None:
+        for i, reason in reasons.items():
+            if reason:
+                raise RuntimeError(
+                    f"{type(self).__name__}(fused=True) takes native kernels, which cannot serve {shown_names(group)[i]}: "
+                    f"it {reason}. Take fused=None."
+                )
+
+    # ---------------------------------------------------------------- the hooks
+
+    def _plan(self, work: Work) -> Plan:
+        """The parts of a step, or those of the last one with the numbers of this one."""
+        rule, plan, group = self.rule(work.group), work.plan, work.group
+        options = (rule.form, rule.cap is None, group["foreach"], group["fused"])
+        if plan is not None and plan.options == options:
+            plan.parts = [
+                part._replace(
+                    rule=rule if part.rule.form.corrects else rule.plain(),
+                    tensors=part.tensors._replace(grads=work.grads[part.run], steps=work.steps[part.run]),
+                )
+                for part in plan.parts
+            ]
+            return plan
         *first, second = (work.moments[key] for key in self.entry_state)
         lists = Tensors(work.params, work.grads, first[0] if first else [], second, work.steps, work.cuts)
-        count = sum(blocks.start < layout.num_coupled for blocks in work.blocks) if rule.form.corrects else 0
-        runs = ((slice(0, count), rule), (slice(count, len(work.params)), rule.plain()))
-        foreach = work.group["foreach"]
-        return [
-            Part(run, own, tensors := lists.part(run), choose(tensors, foreach))
-            for run, own in runs
-            if run.stop > run.start
-        ]
+        count = sum(blocks.start < work.layout.num_coupled for blocks in work.blocks) if rule.form.corrects else 0
+        shape = native.rows_of(rule if count else rule.plain()), sum(cut.count for cut in work.cuts)
+        plan = Plan(options, [], torch.zeros(shape, dtype=torch.float64, device=work.params[0].device))
+        start = 0
+        for (corrects, is_native), group_of in groupby(
+            range(len(work.params)), lambda j: (j < count, work.grads[j] is not None and work.indices[j] in work.native)
+        ):
+            members = list(group_of)
+            run = slice(members[0], members[-1] + 1)
+            tensors, own = lists.part(run), rule if corrects else rule.plain()
+            columns = slice(start, start := start + sum(cut.count for cut in tensors.cuts))
+            fused = group["fused"] if is_native else False
+            passes = choose(tensors, group["foreach"], fused, plan.columns[:, columns])
+            plan.parts.append(Part(run, columns, own, tensors, passes))
+        return plan
 
     def block_sums(self, work: Work) -> Tensor:
-        work.plan = self._parts(work)
-        columns = [part.passes.block_sums(part.rule, part.tensors) for part in work.plan]
-        return torch.cat([pad(part, (0, 0, 0, len(columns[0]) - len(part))) for part in columns], 1)
+        plan = work.plan = self._plan(work)
+        finite = work.in_order
+        for part in plan.parts:
+            sums = part.passes.block_sums(part.rule, part.tensors)
+            if isinstance(part.passes, NATIVE):
+                finite = finite and part.passes.is_finite
+            else:
+                plan.columns[: len(sums), part.columns] = sums
+                finite = False  # nobody has looked yet
+        work.is_finite = finite or None
+        return plan.columns
 
     def apply_(self, work: Work, solution: tuple[Tensor, Tensor | None] | None) -> None:
-        c, kappa = ([] if x is None else work.per_block(x) for x in solution or (None, None))
-        for part in work.plan:
-            own = (c[part.run], kappa[part.run]) if part.rule.form.corrects else ([], [])
+        c, kappa = ([] if x is None else work.in_order_of_pieces(x) for x in solution or (None, None))
+        for part in work.plan.parts:
+            own = (c[part.columns], kappa[part.columns]) if part.rule.form.corrects else ([], [])
             part.passes.apply_(part.rule, part.tensors, *own)
+
+    def _solver(self, work: Work, names: Collection[str], initial: float) -> Solver | None:
+        """The native solve, if it can do what is asked: roots that serve for several steps, and absences, it cannot."""
+        plan: Plan = work.plan
+        if plan.solver is None:
+            corrected = [part.passes for part in plan.parts if part.rule.form.corrects]
+            if (
+                work.in_order
+                and "root" not in names
+                and all(isinstance(passes, NATIVE) for passes in corrected)
+                and can_solve(work.layout, work.states, names, self.statistics_kept)
+            ):
+                plan.solver = Solver(work.layout, work.states, list(names), initial)
+        return plan.solver
 
     def solve(self, work: Work) -> tuple[Tensor, Tensor | None] | None:
         """c and κ, one number each per block, (L,). None without a correction; κ is None if it is 1 everywhere."""
-        rule, u = work.plan[0].rule, work.sums[0]
+        rule, u = work.plan.parts[0].rule, work.sums[0]
         form = rule.form
         keeps_trace = form.keeps_trace and rule.cap is None  # a cap bounds the whole correction, and so has λ = 1
         if not form.corrects:  # or nothing that is corrected has a gradient
             self._last.pop(work.number, None)
             return None
+        names = ["U", "energy"] if form.is_weighted else ["U"]
+        if work.group["refresh_every"] > 1 and not work.layout.is_diagonal:  # a diagonal has nothing to decompose
+            names += ["root", "root_of"]
+        solver = self._solver(work, names, rule.initial)
+        if solver is not None:
+            self._last[work.number] = (solver.common, solver.change)
+            return solver.solve(rule, work.sums, self.count_fallback)
         n, scale = self._measures(work, form)
         common = scale * (u if form.takes_raw_sums else work.sums[3 if form.is_weighted else 2])
         change, kappa = torch.zeros_like(common), torch.ones_like(common)
         beta = None if rule.betas is None else rule.betas[1]
-        names = ["U", "energy"] if form.is_weighted else ["U"]
-        if work.group["refresh_every"] > 1 and not work.layout.is_diagonal:  # a diagonal has nothing to decompose
-            names += ["root", "root_of"]
         for component, part in self.statistics(work, names, rule.initial):
             blocks = component.blocks
             present = None if work.present is None else work.present[blocks]
@@ -194,9 +291,9 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         return root
 
     def matrices(self, work: Work) -> Iterator[tuple[Component, Tensor]]:
-        asked = replace(work, group={**work.group, "correction": True})
+        asked = replace(work, group={**work.group, "correction": True}, plan=None)
         work.sums = assemble(work, self.block_sums(asked))
-        form = asked.plan[0].rule.form
+        form = asked.plan.parts[0].rule.form
         if not form.corrects:  # nothing that is corrected has state
             return
         n, _ = self._measures(work, form)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -176,8 +176,15 @@ class Layout:
     @cached_property
     def split(self) -> Pieces:
         """The same with large tensors split into pieces that fit into the processor's cache."""
+        return self.split_except(())
+
+    def split_except(self, whole: Collection[int]) -> Pieces:
+        """The same, but for tensors that are to stay whole."""
         pieces = []
         for piece in self.whole:
+            if piece.tensor in whole:
+                pieces.append(piece)
+                continue
             entries, rows = self.shapes[piece.tensor].numel(), self.shapes[piece.tensor][:1].numel()
             count = min(rows, -(-entries // PIECE))
             if count == 1:

@@ -13,7 +13,7 @@ A new optimizer is one file with four hooks: `init_state`, `block_sums`, `solve`
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, overload
@@ -25,10 +25,12 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from blockmean._checks import require, require_choice, require_number
 from blockmean.blocks import BY, By, TensorBlocks, cut, outputs_of
+from blockmean.optim import native
 from blockmean.optim.inspection import BlockStatistics, eigenvalues_of
-from blockmean.optim.layout import COUPLINGS, MATRIX_LIMIT, Component, Layout
+from blockmean.optim.layout import COUPLINGS, MATRIX_LIMIT, Component, Layout, Piece, Pieces
 from blockmean.optim.passes import arithmetic
 from blockmean.optim.statistics import State, arrange, check_places, gather, scatter, taking_part, without_gaps
+from blockmean.optim.watch import Watch
 
 
 @dataclass
@@ -50,13 +52,34 @@ class Work:
     sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L)
     present: Tensor | None = None  # which blocks take part, (L,); None: all
     in_order: bool = True  # the blocks of all pieces, concatenated, are those of the group in order
-    plan: Any = None  # for the method's own use between the passes
+    is_finite: bool | None = None  # whether all sums are; None if nobody has looked yet
+    native: Collection[int] = ()  # tensors that native kernels take, by index
+    plan: Any = None  # for the method's own use, from step to step as long as nothing changes
+    pieces: list[Piece] = field(default_factory=list)  # those that take part
+    counters: list[int] = field(default_factory=list)  # addresses of the step counts, if the kernels can read them
+    watch: Watch | None = None  # sees whether the lists can serve again
+
+    def refresh(self) -> None:
+        """Take the gradients and step counts of the next step."""
+        self.is_finite = None
+        counts = native.read_steps(self.counters) if self.counters else [int(s["step"]) for s in self.states.values()]
+        steps = dict(zip(self.states, counts, strict=True))
+        self.steps = [steps[i] + 1 for i in self.indices]
+        grads: Any = [self.tensors[i].grad for i in self.indices]
+        self.grads = [
+            grad if piece.rows is None else grad[slice(*piece.rows)]
+            for grad, piece in zip(grads, self.pieces, strict=True)
+        ]
 
     def per_block(self, values: Tensor) -> list[Tensor]:
         """Split numbers per block into those of every piece."""
         if self.in_order:
             return list(values.split([blocks.stop - blocks.start for blocks in self.blocks]))
         return [values[blocks] for blocks in self.blocks]
+
+    def in_order_of_pieces(self, values: Tensor) -> Tensor:
+        """The same in one row."""
+        return values if self.in_order else torch.cat(self.per_block(values))
 
 
 class BlockMeanOptimizer(Optimizer):
@@ -74,6 +97,10 @@ class BlockMeanOptimizer(Optimizer):
     """Partition and coupling of a group that has no such options."""
     works_in_pieces: ClassVar[bool] = True
     """Whether large tensors are cut into pieces."""
+    keeps_lists: ClassVar[bool] = False
+    """Whether the lists of a step serve the next one too if nothing has changed."""
+    has_kernels: ClassVar[bool] = False
+    """Whether native kernels exist for this method, so that it takes fused=True."""
     leaves_plain: ClassVar[bool] = False
     """Whether tensors without proper blocks (norm gains, biases) take the diagonal step alone."""
     not_negative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
@@ -85,6 +112,7 @@ class BlockMeanOptimizer(Optimizer):
         self.diagonal_fallbacks = 0  # failed eigendecompositions, replaced by the diagonal step
         self._layouts: list[Layout] = []  # one per group
         self._last: dict[int, tuple[Tensor, Tensor]] = {}  # the last step of a group along its blocks
+        self._works: dict[int, Work] = {}  # of the last step, by group, if they can serve again
         self._partition: By | None = defaults.get("partition")
         if callable(self._partition):  # groups and defaults must stay picklable
             defaults["partition"] = "custom"
@@ -135,7 +163,7 @@ class BlockMeanOptimizer(Optimizer):
         busy = [work for work in works if work.params]
         for work in busy:
             work.sums = assemble(work, self.block_sums(work))
-        if not _all_finite(busy):
+        if not all(work.is_finite for work in busy) and not _all_finite(busy):
             bad = [work for work in busy if not finite_blocks(work.sums).all()]
             for work in bad:
                 if work.group["nonfinite"] == "raise":
@@ -143,17 +171,29 @@ class BlockMeanOptimizer(Optimizer):
             self.skipped_steps += 1
             return
         for work in works:
+            if work.counters:
+                native.advance(work.counters)
+                continue
             for i, state in work.states.items():
                 self.state[work.tensors[i]] = state
             torch._foreach_add_([state["step"] for state in work.states.values()], 1)
         for work in busy:
             self.apply_(work, self.solve(work))
+        if self.keeps_lists:
+            for work in busy:
+                self._keep(work)
 
     def collect(self, number: int, at_rest: bool = False) -> Work | None:
         """The lists of one group; None if no parameter has a gradient. `at_rest`: all that have state, no gradients."""
         group = self.param_groups[number]
         tensors = distinct(group)
         layout = self._layout(number, tensors)
+        kept = None if at_rest else self._works.pop(number, None)
+        if kept is not None and kept.layout is layout and kept.group is group:
+            if kept.watch is not None and kept.watch.sees_no_change(tensors, self.state):
+                kept.refresh()
+                return kept
+            kept = None  # with all that it holds
         states = {
             i: self._state_of(param, group)
             for i, param in enumerate(tensors)
@@ -172,7 +212,7 @@ class BlockMeanOptimizer(Optimizer):
             }
         self._refuse_gradients(work, others)
         device = tensors[next(iter(states))].device
-        pieces = layout.split if self.works_in_pieces and device.type == "cpu" else layout.whole
+        pieces = self.pieces(work, device)
         counts = {i: int(state["step"]) for i, state in {**states, **others}.items()}
         missing = False
         for piece in pieces:
@@ -193,6 +233,7 @@ class BlockMeanOptimizer(Optimizer):
             work.steps.append(counts[piece.tensor] + (grad is not None))
             work.cuts.append(piece.cut)
             work.blocks.append(piece.blocks)
+            work.pieces.append(piece)
         if missing and work.params:
             work.present = torch.zeros(layout.num_blocks, dtype=torch.bool, device="cpu")
             for blocks in work.blocks:
@@ -200,6 +241,22 @@ class BlockMeanOptimizer(Optimizer):
             work.present = work.present.to(device, non_blocking=True)
         work.in_order = not missing and pieces.is_in_order
         return work
+
+    def pieces(self, work: Work, device: torch.device) -> Pieces:
+        """The pieces of the tensors that a step processes."""
+        return work.layout.split if self.works_in_pieces and device.type == "cpu" else work.layout.whole
+
+    def _keep(self, work: Work) -> None:
+        """Let the next step have these lists, but not the gradients: whoever frees those frees their memory."""
+        if work.watch is None:
+            if any(grad is None for grad in work.grads) or not Watch.can_see(work.tensors, work.states):
+                return
+            work.watch = Watch(work.tensors, work.states)
+            counters = [state["step"] for state in work.states.values()]
+            if native.is_available() and all(x.dtype == torch.float32 and x.is_cpu for x in counters):
+                work.counters = [x.data_ptr() for x in counters]
+        work.grads = []
+        self._works[work.number] = work
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> State:
         """The state of a parameter, or a new one, which `_step` stores once all gradients are known to be finite."""
@@ -300,8 +357,8 @@ class BlockMeanOptimizer(Optimizer):
                         A=A,
                         eigenvalues=eigenvalues_of(A),
                         is_normalised=self.measures_diagonal(work.group),
-                        common=None if common is None else common[component.blocks],
-                        change=None if change is None else change[component.blocks],
+                        common=None if common is None else common[component.blocks].clone(),
+                        change=None if change is None else change[component.blocks].clone(),
                     )
                 )
         return found
@@ -337,9 +394,10 @@ class BlockMeanOptimizer(Optimizer):
         if group.get("fused"):
             if group.get("foreach"):
                 raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-            raise RuntimeError(
-                f"{owner}(fused=True) needs compiled kernels, which this version does not have. Take fused=None."
-            )
+            if not self.has_kernels:
+                raise RuntimeError(f"{owner} has no native kernels, so it does not take fused=True. Take fused=None.")
+            if not native.is_available():
+                raise RuntimeError(f"{owner}(fused=True) needs native kernels. {native.MISSING}, or take fused=None.")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, or a module, optionally with its own partition, coupling and other options."""
@@ -464,7 +522,7 @@ class BlockMeanOptimizer(Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; we have no such option
         self.__dict__.setdefault("_partition", None)
-        self._last = {}
+        self._last, self._works = {}, {}
         for param in (param for group in self.param_groups for param in group["params"]):
             if param in self.state:
                 self.state[param] = without_gaps(self.state[param])

@@ -1,7 +1,7 @@
 """The two passes of a step over lists of tensors: block sums, which only read, and the update.
 
-Each pass exists twice, tensor by tensor and with torch's `_foreach_*` operations; `choose` picks one. The first pass
-hands over one small array, with a row per kind of sum and a column per block:
+Each pass exists three times: tensor by tensor, with torch's `_foreach_*` operations, and as native kernels (`native`);
+`choose` picks one. The first pass hands over one small array, with a row per kind of sum and a column per block:
 
     rows of "paper"        u = Σ g,  Σ z
     rows of "consistent"   u,  Σ z,  Σ w g
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from blockmean.blocks import TensorBlocks, spread_blocks, sum_blocks
+from blockmean.optim import native
 from blockmean.optim.forms import Rule
 
 FOREACH_ENTRIES = 2**22
@@ -48,16 +49,31 @@ class Tensors(NamedTuple):
         if self.params:
             yield start, self.part(slice(start, None))
 
+    def each(self) -> tuple[list[Tensor], list[Tensor | None], list[list[Tensor]], list[TensorBlocks]]:
+        """Parameters, gradients, all moments of each, and cuts: parallel lists."""
+        moments = [list(own) for own in (zip(self.first, self.second, strict=True) if self.first else zip(self.second))]
+        return self.params, self.grads, moments, self.cuts
+
     def part(self, run: slice) -> Tensors:
         """A slice of all lists."""
         lists: Any = (values[run] for values in self)
         return Tensors(*lists)
 
 
-def choose(tensors: Tensors, foreach: bool | None) -> Any:
-    """The implementation of both passes. None chooses as torch does: foreach on devices where it is faster."""
+def choose(tensors: Tensors, foreach: bool | None, fused: bool | None = False, out: Tensor | None = None) -> Any:
+    """The implementation of both passes, with torch's meaning of `foreach` and `fused`.
+
+    If both are None, native kernels take all tensors that they serve; the others go as a list on devices where that is
+    faster. Native sums are written to `out`, (rows, L), if given.
+    """
     if any(grad is None for grad in tensors.grads):
         return REFERENCE
+    if wants_native(foreach, fused):
+        refused = [reason for reason in map(native.refusal, *tensors.each()) if reason]
+        if not refused:
+            return NATIVE(tensors, out)
+        if fused:
+            raise RuntimeError(f"fused=True cannot be followed: a parameter {refused[0]}. Take fused=None.")
     if foreach is None:
         device = tensors.params[0].device.type
         if device == "cpu":
@@ -65,6 +81,11 @@ def choose(tensors: Tensors, foreach: bool | None) -> Any:
         else:
             foreach = device in _get_foreach_kernels_supported_devices()
     return FOREACH if foreach else REFERENCE
+
+
+def wants_native(foreach: bool | None, fused: bool | None) -> bool:
+    """Whether native kernels are wanted and were built. As in torch, `foreach` given by hand comes first."""
+    return native.is_available() and (bool(fused) or (fused is None and foreach is None))
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
@@ -152,8 +173,12 @@ def _scales(rule: Rule, r: Tensor, gain_r: float, with_zeta: bool) -> tuple[Tens
     return zeta, zeta + rule.eps
 
 
-def reference_apply_(rule: Rule, tensors: Tensors, c: list[Tensor], kappa: list[Tensor]) -> None:
-    """Pass 2: update moments, then θ ← θ − η (κ m̂/z + w c). Empty lists stand for c = 0 and κ = 1."""
+def reference_apply_(rule: Rule, tensors: Tensors, c: Any, kappa: Any) -> None:
+    """Pass 2: update moments, then θ ← θ − η (κ m̂/z + w c).
+
+    c and κ are one number per block, those of all tensors concatenated; empty ones stand for c = 0 and κ = 1.
+    """
+    c, kappa = (_split(x, tensors.cuts) for x in (c, kappa))
     for i, (param, grad, r, step, cut) in enumerate(
         zip(tensors.params, tensors.grads, tensors.second, tensors.steps, tensors.cuts, strict=True)
     ):
@@ -181,6 +206,11 @@ def reference_apply_(rule: Rule, tensors: Tensors, c: list[Tensor], kappa: list[
         if rule.weight_decay and rule.betas is not None:
             delta.add_(param, alpha=rule.weight_decay)
         move_(param, delta, rate_of(rule, step))
+
+
+def _split(values: Any, cuts: list[TensorBlocks]) -> list[Tensor]:
+    """The numbers of every tensor's own blocks; none of none."""
+    return list(values.split([cut.count for cut in cuts])) if len(values) else []
 
 
 def move_(param: Tensor, delta: Tensor, rate: float) -> None:
@@ -243,8 +273,9 @@ def _per_block(values: tuple[float, ...], part: Tensors, like: Tensor) -> float 
     return torch.tensor(values, dtype=like.dtype).repeat_interleave(counts).to(like.device, non_blocking=True)
 
 
-def foreach_apply_(rule: Rule, tensors: Tensors, c: list[Tensor], kappa: list[Tensor]) -> None:
+def foreach_apply_(rule: Rule, tensors: Tensors, c: Any, kappa: Any) -> None:
     """Pass 2 with torch's foreach operations."""
+    c, kappa = (_split(x, tensors.cuts) for x in (c, kappa))
     for start, part in tensors.parts():
         g = _foreach_grads(rule, part)
         r = part.second
@@ -322,3 +353,4 @@ class Passes(NamedTuple):
 
 REFERENCE = Passes(reference_sums, reference_apply_)
 FOREACH = Passes(foreach_sums, foreach_apply_)
+NATIVE = native.Table

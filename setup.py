@@ -1,0 +1,62 @@
+"""Build the native kernels. All else about the package is in pyproject.toml.
+
+Without a compiler the package installs without them, and every step runs on torch's operations.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+HERE = Path("src/blockmean/optim/native")
+# Compiled once for every instruction set, of which the module chooses one when it is loaded.
+KERNELS = ["kernels.cpp"]
+REST = ["module.cpp", "pool.cpp", "solve.cpp"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+X86 = {"plain": [], "avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-mavx2", "-mfma", "-mf16c", *AVX512]}
+VARIANTS = X86 if platform.machine().lower() in ("x86_64", "amd64") else {"plain": []}
+# No -ffast-math: where it reaches the linker, it switches denormal numbers off for the whole process.
+FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"]
+FLAGS += ["-Wno-maybe-uninitialized"]  # gcc's own AVX-512 headers
+SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+
+class BuildKernels(build_ext):
+    """Compile the kernels several times, each time with other flags."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if sys.platform == "win32":
+            raise OSError("the kernels need gcc or clang")
+        flags = FLAGS + (SANITIZE if os.environ.get("BLOCKMEAN_SANITIZE") else [])
+        macros = [("Py_LIMITED_API", "0x030B0000")]
+        for variant, own in VARIANTS.items():
+            ext.extra_objects += self.compiler.compile(
+                [str(HERE / source) for source in KERNELS],
+                output_dir=str(Path(self.build_temp) / variant),
+                macros=[*macros, ("VARIANT", variant)],
+                extra_postargs=flags + own,
+            )
+        ext.extra_compile_args = flags
+        ext.extra_link_args = ["-pthread", *(["-fsanitize=address,undefined"] if "-g" in flags else [])]
+        super().build_extension(ext)
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "blockmean.optim.native._kernels",
+            sources=[str(HERE / source) for source in REST],
+            depends=[str(path) for path in sorted(HERE.glob("*.[ch]pp"))],
+            language="c++",
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -1,0 +1,41 @@
+"""The extension module, see module.cpp. Addresses are those of tensors that the caller keeps alive."""
+
+from types import CapsuleType
+
+instructions: str
+
+def table(numbers: list[int]) -> CapsuleType: ...
+def block_sums(
+    table: CapsuleType,
+    rule: tuple[int | float, ...],
+    grads: list[int],
+    steps: list[int],
+    out: int,
+    stride: int,
+    threads: int,
+) -> bool: ...
+def apply_(
+    table: CapsuleType,
+    rule: tuple[int | float, ...],
+    grads: list[int],
+    steps: list[int],
+    c: int,
+    kappa: int,
+    threads: int,
+) -> None: ...
+def solver(blocks: int, numbers: list[int]) -> CapsuleType: ...
+def accumulate(
+    solver: CapsuleType, form: tuple[int | float, ...], sums: int, stride: int, common: int, change: int, A: int
+) -> None: ...
+def correct(
+    solver: CapsuleType,
+    form: tuple[int | float, ...],
+    sums: int,
+    stride: int,
+    common: int,
+    change: int,
+    c: int,
+    kappa: int,
+) -> None: ...
+def read_steps(addresses: list[int]) -> list[int]: ...
+def advance(addresses: list[int]) -> None: ...

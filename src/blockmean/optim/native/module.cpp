@@ -1,0 +1,330 @@
+// The Python module: tables of addresses, the split into tasks, and the kernels of the best instruction set.
+//
+// Nothing here knows torch. Memory comes as addresses, whose owners the caller keeps alive; native/__init__.py has
+// checked them. The limited API makes one binary serve every Python from 3.11 on.
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cmath>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "passes.hpp"
+#include "pool.hpp"
+#include "solve.hpp"
+
+using namespace blockmean;
+
+namespace {
+
+constexpr int64_t CHUNK = 1 << 14;   // entries of a task: its vectors fit into the cache of a core
+constexpr int64_t STRIPE = 1 << 10;  // entries of a row that a task takes where blocks are columns
+constexpr int64_t GRAIN = 1 << 15;   // entries for which it pays to wake another thread
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+    static const Kernels& best = [&]() -> const Kernels& {
+        __builtin_cpu_init();
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+            return kernels_avx512;
+        // Every processor with AVX2 and FMA converts half precision as well.
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kernels_avx2;
+        return kernels_plain;
+    }();
+    return best;
+#else
+    return kernels_plain;
+#endif
+}
+
+// The tensors of a list, what a thread may take of them at a time, and room for the partial sums of large blocks.
+struct Table {
+    std::vector<Piece> pieces;
+    std::vector<Task> tasks;
+    std::vector<double> partial;  // (parts, MOST_ROWS)
+    int64_t blocks = 0, entries = 0;
+
+    void add(Piece piece) {
+        const int64_t row = piece.blocks * piece.inner, index = int64_t(pieces.size());
+        piece.block = blocks;
+        blocks += piece.blocks;
+        entries += piece.outer * row;
+        pieces.push_back(piece);
+        if (piece.outer == 1 && piece.inner > CHUNK) {  // blocks in parts
+            for (int64_t block = 0; block < piece.blocks; ++block) {
+                const int64_t parts = (piece.inner + CHUNK - 1) / CHUNK, first = block * piece.inner;
+                for (int64_t k = 0; k < parts; ++k) {
+                    const int64_t end = k + 1 < parts ? (k + 1) * CHUNK : piece.inner;
+                    tasks.push_back({index, first + k * CHUNK, first + end, int64_t(partial.size()) / MOST_ROWS});
+                    partial.resize(partial.size() + MOST_ROWS);
+                }
+            }
+            return;
+        }
+        const int64_t wanted = piece.outer == 1 ? CHUNK : STRIPE;
+        const int64_t width = wanted > piece.inner ? wanted / piece.inner * piece.inner : piece.inner;
+        for (int64_t begin = 0; begin < row; begin += width)
+            tasks.push_back({index, begin, begin + width < row ? begin + width : row, -1});
+    }
+
+    int threads(int wanted) const {
+        const int64_t most = 1 + entries / GRAIN;
+        return wanted < most ? wanted : int(most);
+    }
+};
+
+struct Call {
+    const Kernels& run;
+    const Rule& rule;
+    Table& table;
+    double* sums;
+    int64_t stride;
+    const double *c, *kappa;
+};
+
+void sum_task(void* context, int64_t number) {
+    Call& call = *static_cast<Call*>(context);
+    const Task& task = call.table.tasks[number];
+    const Piece& piece = call.table.pieces[task.piece];
+    if (task.part >= 0) {
+        call.run.sums(call.rule, piece, task, call.table.partial.data() + task.part * MOST_ROWS, 1);
+    } else {
+        const int64_t block = piece.block + task.begin / piece.inner;
+        call.run.sums(call.rule, piece, task, call.sums + block, call.stride);
+    }
+}
+
+void apply_task(void* context, int64_t number) {
+    Call& call = *static_cast<Call*>(context);
+    // Backwards: what the first pass read last is still in the cache.
+    const Task& task = call.table.tasks[call.table.tasks.size() - 1 - number];
+    const Piece& piece = call.table.pieces[task.piece];
+    const double* c = call.c ? call.c + piece.block : nullptr;
+    const double* kappa = call.kappa ? call.kappa + piece.block : nullptr;
+    call.run.apply(call.rule, piece, task, c, kappa);
+}
+
+// Add up the partial sums of large blocks in order, whoever computed them. Return whether all is finite, and the
+// squares of the gradient's sums, which U will hold.
+bool finish_sums(const Rule& rule, const Table& table, double* sums, int64_t stride) {
+    const int rows = ROWS[rule.sums];
+    for (const Task& task : table.tasks) {
+        if (task.part < 0) continue;
+        const Piece& piece = table.pieces[task.piece];
+        double* out = sums + piece.block + task.begin / piece.inner;
+        const double* part = table.partial.data() + task.part * MOST_ROWS;
+        const bool first = task.begin % piece.inner == 0;
+        for (int k = 0; k < rows; ++k) out[k * stride] = first ? part[k] : out[k * stride] + part[k];
+    }
+    bool finite = true;
+    for (int k = 0; k < rows; ++k)
+        for (int64_t j = 0; j < table.blocks; ++j) finite &= std::isfinite(sums[k * stride + j]);
+    for (int64_t j = 0; j < table.blocks; ++j) finite &= std::isfinite(sums[j] * sums[j]);
+    return finite;
+}
+
+// ------------------------------------------------------------------ arguments
+
+template <class T> T* address(long long x) { return reinterpret_cast<T*>(intptr_t(x)); }
+
+bool read_ints(PyObject* list, std::vector<int64_t>& out) {
+    const Py_ssize_t count = PyList_Size(list);
+    if (count < 0) return false;
+    out.resize(size_t(count));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        out[size_t(i)] = PyLong_AsLongLong(PyList_GetItem(list, i));
+        if (out[size_t(i)] == -1 && PyErr_Occurred()) return false;
+    }
+    return true;
+}
+
+template <class T> void destroy(PyObject* capsule) {
+    delete static_cast<T*>(PyCapsule_GetPointer(capsule, PyCapsule_GetName(capsule)));
+}
+
+template <class T> PyObject* owned(std::unique_ptr<T> thing, const char* name) {
+    PyObject* capsule = PyCapsule_New(thing.get(), name, destroy<T>);
+    if (capsule) thing.release();
+    return capsule;
+}
+
+// (sums, adam, careful, β₁, β₂, ε, weight decay, sign, η, decay of η)
+bool read_rule(PyObject* tuple, Rule& rule, double& lr, double& lr_decay) {
+    int sums, adam, careful;
+    if (!PyArg_ParseTuple(tuple, "iiiddddddd", &sums, &adam, &careful, &rule.beta1, &rule.beta2, &rule.eps,
+                          &rule.weight_decay, &rule.sign, &lr, &lr_decay))
+        return false;
+    rule.sums = Sums(sums), rule.adam = adam, rule.careful = careful;
+    return true;
+}
+
+// What changes with every step: addresses of gradients, and step counts with all that follows from them.
+bool read_step(Table& table, const Rule& rule, double lr, double lr_decay, PyObject* grads, PyObject* steps) {
+    const size_t count = table.pieces.size();
+    if (size_t(PyList_Size(grads)) != count || size_t(PyList_Size(steps)) != count) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the table has another number of tensors");
+        return false;
+    }
+    double last = -1, gain = 1, gain_r = 1;
+    for (size_t i = 0; i < count; ++i) {
+        const long long at = PyLong_AsLongLong(PyList_GetItem(grads, Py_ssize_t(i)));
+        const double step = PyFloat_AsDouble(PyList_GetItem(steps, Py_ssize_t(i)));
+        if (PyErr_Occurred()) return false;
+        if (rule.adam && step != last) {
+            last = step;
+            gain = step ? 1 / (1 - std::pow(rule.beta1, step)) : 1;
+            gain_r = step ? 1 / (1 - std::pow(rule.beta2, step)) : 1;
+        }
+        Piece& piece = table.pieces[i];
+        piece.grad = address<char>(at);
+        piece.gain = gain, piece.gain_r = gain_r;
+        piece.rate = lr / (1 + (step - 1) * lr_decay);
+    }
+    return true;
+}
+
+// ------------------------------------------------------------------ functions
+
+// table([param, first, second, outer, blocks, inner, dtype, …]) → capsule
+PyObject* make_table(PyObject*, PyObject* list) try {
+    std::vector<int64_t> x;
+    if (!read_ints(list, x)) return nullptr;
+    auto table = std::make_unique<Table>();
+    for (size_t i = 0; i + 7 <= x.size(); i += 7)
+        table->add({address<char>(x[i]), address<char>(x[i + 1]), address<char>(x[i + 2]), x[i + 3], x[i + 4], x[i + 5],
+                    Dtype(x[i + 6]), 0, nullptr, 1, 1, 0});
+    return owned(std::move(table), "blockmean.table");
+} catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+}
+
+// block_sums(table, rule, grads, steps, out, stride, threads) → whether all sums are finite
+PyObject* block_sums(PyObject*, PyObject* args) {
+    PyObject *capsule, *tuple, *grads, *steps;
+    long long out, stride;
+    int threads;
+    if (!PyArg_ParseTuple(args, "OOOOLLi", &capsule, &tuple, &grads, &steps, &out, &stride, &threads)) return nullptr;
+    auto* table = static_cast<Table*>(PyCapsule_GetPointer(capsule, "blockmean.table"));
+    Rule rule;
+    double lr, decay;
+    if (!table || !read_rule(tuple, rule, lr, decay) || !read_step(*table, rule, lr, decay, grads, steps)) return nullptr;
+    bool finite;
+    Py_BEGIN_ALLOW_THREADS
+    Call call{kernels(), rule, *table, address<double>(out), int64_t(stride), nullptr, nullptr};
+    parallel(int64_t(table->tasks.size()), table->threads(threads), sum_task, &call);
+    finite = finish_sums(rule, *table, call.sums, call.stride);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(finite);
+}
+
+// apply_(table, rule, grads, steps, c, kappa, threads)
+PyObject* apply_(PyObject*, PyObject* args) {
+    PyObject *capsule, *tuple, *grads, *steps;
+    long long c, kappa;
+    int threads;
+    if (!PyArg_ParseTuple(args, "OOOOLLi", &capsule, &tuple, &grads, &steps, &c, &kappa, &threads)) return nullptr;
+    auto* table = static_cast<Table*>(PyCapsule_GetPointer(capsule, "blockmean.table"));
+    Rule rule;
+    double lr, decay;
+    if (!table || !read_rule(tuple, rule, lr, decay) || !read_step(*table, rule, lr, decay, grads, steps)) return nullptr;
+    Py_BEGIN_ALLOW_THREADS
+    Call call{kernels(), rule, *table, nullptr, 0, address<double>(c), address<double>(kappa)};
+    parallel(int64_t(table->tasks.size()), table->threads(threads), apply_task, &call);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+// solver(blocks, [U, energy, count, width, block, column, origin, size, …]) → capsule
+PyObject* make_solver(PyObject*, PyObject* args) try {
+    long long blocks;
+    PyObject* list;
+    std::vector<int64_t> x;
+    if (!PyArg_ParseTuple(args, "LO", &blocks, &list) || !read_ints(list, x)) return nullptr;
+    auto solver = std::make_unique<Solver>();
+    solver->scale.resize(size_t(blocks)), solver->own.resize(size_t(blocks));
+    for (size_t i = 0; i + 8 <= x.size(); i += 8)
+        solver->rows.push_back({address<double>(x[i]), address<double>(x[i + 1]), x[i + 2], x[i + 3], x[i + 4], x[i + 5],
+                                x[i + 6], double(x[i + 7])});
+    return owned(std::move(solver), "blockmean.solver");
+} catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+}
+
+// (weighted, raw, keeps diagonal, keeps trace, β, floor, smallest λ, cap)
+bool read_form(PyObject* tuple, Form& form) {
+    int weighted, raw, diagonal, trace;
+    if (!PyArg_ParseTuple(tuple, "iiiidddd", &weighted, &raw, &diagonal, &trace, &form.beta, &form.floor,
+                          &form.smallest_lambda, &form.cap))
+        return false;
+    form.weighted = weighted, form.raw = raw, form.keeps_diagonal = diagonal, form.keeps_trace = trace;
+    return true;
+}
+
+// accumulate(solver, form, sums, stride, common, change, A)
+PyObject* accumulate_(PyObject*, PyObject* args) {
+    PyObject *capsule, *tuple;
+    long long sums, stride, common, change, A;
+    if (!PyArg_ParseTuple(args, "OOLLLLL", &capsule, &tuple, &sums, &stride, &common, &change, &A)) return nullptr;
+    auto* solver = static_cast<Solver*>(PyCapsule_GetPointer(capsule, "blockmean.solver"));
+    Form form;
+    if (!solver || !read_form(tuple, form)) return nullptr;
+    accumulate(*solver, form, address<double>(sums), stride, address<double>(common), address<double>(change),
+               address<double>(A));
+    Py_RETURN_NONE;
+}
+
+// correct(solver, form, sums, stride, common, change, c, kappa)
+PyObject* correct_(PyObject*, PyObject* args) {
+    PyObject *capsule, *tuple;
+    long long sums, stride, common, change, c, kappa;
+    if (!PyArg_ParseTuple(args, "OOLLLLLL", &capsule, &tuple, &sums, &stride, &common, &change, &c, &kappa))
+        return nullptr;
+    auto* solver = static_cast<Solver*>(PyCapsule_GetPointer(capsule, "blockmean.solver"));
+    Form form;
+    if (!solver || !read_form(tuple, form)) return nullptr;
+    correct(*solver, form, address<double>(sums), stride, address<double>(common), address<double>(change),
+            address<double>(c), address<double>(kappa));
+    Py_RETURN_NONE;
+}
+
+// read_steps([address, …]) → the counts there, float32 in memory
+PyObject* read_steps(PyObject*, PyObject* list) {
+    std::vector<int64_t> at;
+    if (!read_ints(list, at)) return nullptr;
+    PyObject* steps = PyList_New(Py_ssize_t(at.size()));
+    for (size_t i = 0; steps && i < at.size(); ++i)
+        PyList_SetItem(steps, Py_ssize_t(i), PyLong_FromDouble(*address<float>(at[i])));
+    return steps;
+}
+
+// advance([address, …]): add one to every count
+PyObject* advance(PyObject*, PyObject* list) {
+    std::vector<int64_t> at;
+    if (!read_ints(list, at)) return nullptr;
+    for (int64_t x : at) *address<float>(x) += 1;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef METHODS[] = {
+    {"table", make_table, METH_O, nullptr},
+    {"block_sums", block_sums, METH_VARARGS, nullptr},
+    {"apply_", apply_, METH_VARARGS, nullptr},
+    {"solver", make_solver, METH_VARARGS, nullptr},
+    {"accumulate", accumulate_, METH_VARARGS, nullptr},
+    {"correct", correct_, METH_VARARGS, nullptr},
+    {"read_steps", read_steps, METH_O, nullptr},
+    {"advance", advance, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+int fill_module(PyObject* module) { return PyModule_AddStringConstant(module, "instructions", kernels().name); }
+
+PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, reinterpret_cast<void*>(fill_module)}, {0, nullptr}};
+PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_kernels", nullptr, 0, METHODS, SLOTS, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__kernels() { return PyModuleDef_Init(&MODULE); }

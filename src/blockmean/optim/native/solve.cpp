@@ -1,0 +1,81 @@
+#include "solve.hpp"
+
+#include <cmath>
+
+namespace blockmean {
+namespace {
+
+double averaged(double old, double value, double beta) {
+    return beta < 0 ? old + value : old * beta + value * (1 - beta);
+}
+
+double larger(double x, double bound) { return x < bound ? bound : x; }  // NaN stays
+
+}  // namespace
+
+void accumulate(Solver& solver, const Form& form, const double* sums, int64_t stride, double* common, double* change,
+                double* A) {
+    const double* u = sums;
+    const double* b = form.raw ? u : sums + (form.weighted ? 3 : 2) * stride;
+    const double* measure = sums + (form.weighted ? 2 : 1) * stride;
+    for (Rows& rows : solver.rows) {
+        for (int64_t i = 0; i < rows.count; ++i) {
+            const int64_t k = rows.block + i;
+            double n = form.weighted ? std::sqrt(measure[k]) : measure[k];
+            const bool on = n > 0;
+            const double scale = on ? 1 / (form.weighted ? n : std::sqrt(rows.size)) : 0;
+            if (form.weighted) {
+                rows.energy[i] = averaged(rows.energy[i], sums[stride + k], form.beta);
+                n = on ? std::sqrt(rows.energy[i]) : 0;
+            }
+            solver.scale[k] = scale;
+            solver.own[k] = n;
+            common[k] = scale * b[k];
+            if (rows.width) continue;
+            rows.U[i] = averaged(rows.U[i], u[k] * u[k], form.beta);
+            const double inverse = n > 0 ? 1 / n : 0;
+            const double diagonal = form.keeps_diagonal && n > 0 ? rows.U[i] * inverse * inverse : 1;
+            change[k] = (1 / std::sqrt(larger(diagonal, form.floor)) - 1) * common[k];
+        }
+    }
+    for (Rows& rows : solver.rows) {  // now that n is known for all blocks of a component
+        const int64_t first = rows.block - rows.column;
+        for (int64_t i = 0; rows.width && i < rows.count; ++i) {
+            const int64_t k = rows.block + i, own = rows.column + i;
+            double* U = rows.U + i * rows.width;
+            double* out = A + rows.origin + own * rows.width;
+            const double inverse = solver.own[k] > 0 ? 1 / solver.own[k] : 0;
+            for (int64_t j = 0; j < rows.width; ++j) {
+                U[j] = averaged(U[j], u[k] * u[first + j], form.beta);
+                const double other = solver.own[first + j] > 0 ? 1 / solver.own[first + j] : 0;
+                out[j] = U[j] * inverse * other;  // two products: n_i n_j alone may underflow
+            }
+            if (!form.keeps_diagonal || !(solver.own[k] > 0)) out[own] = 1;
+        }
+    }
+}
+
+void correct(const Solver& solver, const Form& form, const double* sums, int64_t stride, const double* common,
+             const double* change, double* c, double* kappa) {
+    for (const Rows& rows : solver.rows) {
+        for (int64_t i = 0; i < rows.count; ++i) {
+            const int64_t k = rows.block + i;
+            double factor = 1;
+            if (form.keeps_trace && rows.size > 1) {
+                const double n = solver.own[k], U = rows.U[rows.width ? i * rows.width + rows.column + i : i];
+                const double own = n > 0 ? U / n / n : 1;
+                const double lambda = (rows.size - larger(own, 1)) / larger(rows.size - 1, 1);
+                factor = 1 / std::sqrt(larger(lambda, form.smallest_lambda));
+            }
+            if (kappa) kappa[k] = factor;
+            c[k] = solver.scale[k] * (change[k] + (1 - factor) * common[k]);
+            if (form.cap >= 0) {
+                const double weight = sums[5 * stride + k];
+                const double limit = form.cap * std::sqrt(sums[4 * stride + k]) / std::sqrt(weight);
+                c[k] = !(weight > 0) ? 0 : c[k] < -limit ? -limit : c[k] > limit ? limit : c[k];
+            }
+        }
+    }
+}
+
+}  // namespace blockmean

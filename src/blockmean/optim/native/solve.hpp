@@ -1,0 +1,38 @@
+// Between the passes: what correction.py computes with torch, for steps in which every tensor takes part.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace blockmean {
+
+// The rows of one tensor's blocks in the statistics of its component.
+struct Rows {
+    double* U;       // (count, width), or (count,) where width is 0: coupling "none"
+    double* energy;  // (count,), null if the form has none
+    int64_t count, width;
+    int64_t block;   // its first block in the group
+    int64_t column;  // its first block in the component
+    int64_t origin;  // the first entry of A of its component
+    double size;     // entries of every block
+};
+
+struct Solver {
+    std::vector<Rows> rows;
+    std::vector<double> scale, own;  // (L,) each: N, and n of the blocks that take part
+};
+
+struct Form {
+    bool weighted, raw, keeps_diagonal, keeps_trace;
+    double beta;  // decay of U, negative for sums
+    double floor, smallest_lambda, cap;  // cap: negative for none
+};
+
+// U ← U + u uᵀ, or its average; common = N b, and A for every component, or directly change = (A^-½ − I) common.
+void accumulate(Solver&, const Form&, const double* sums, int64_t stride, double* common, double* change, double* A);
+
+// c = N [change + (1 − κ) common], and κ where the form keeps the trace.
+void correct(const Solver&, const Form&, const double* sums, int64_t stride, const double* common, const double* change,
+             double* c, double* kappa);
+
+}  // namespace blockmean

@@ -1,0 +1,100 @@
+"""The solve between the passes in C++, for groups of which every tensor takes part in the step.
+
+It works on the statistics where they are, in the states of the parameters. Only the roots of matrices are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from blockmean._linalg import LinAlgError, inverse_root_minus_identity
+from blockmean.optim.forms import SMALLEST_LAMBDA, Rule
+from blockmean.optim.layout import Layout
+from blockmean.optim.native import _kernels
+from blockmean.optim.statistics import State
+
+
+def can_solve(layout: Layout, states: Mapping[int, State], names: Iterable[str], kept: Iterable[str]) -> bool:
+    """Whether all blocks have statistics, with these names and no others of those `kept`, or none has any yet."""
+    names, kept = {"blocks", *names}, set(kept)
+    held = [names & states[i].keys() for component in layout.components for i in component.members]
+    if all(not own for own in held):
+        return not any(kept & state.keys() for state in states.values())
+    if not all(own == names for own in held):
+        return False
+    for component in layout.components:
+        width = () if layout.is_diagonal else (component.blocks.stop - component.blocks.start,)
+        for i in component.members:
+            state, shapes = states[i], {"U": (layout.counts[i], *width), "energy": (layout.counts[i],)}
+            for name in kept & state.keys():
+                x = state[name]
+                good = x.dtype == torch.float64 and x.is_cpu and x.is_contiguous() and x.shape == shapes.get(name)
+                if name not in names or not good:
+                    return False
+    return True
+
+
+class Solver:
+    """`CorrectedOptimizer.solve` on addresses, which are looked up once."""
+
+    def __init__(self, layout: Layout, states: Mapping[int, State], names: list[str], initial: float) -> None:
+        numbers: list[int] = []
+        origin = 0
+        for component in layout.components:
+            width = 0 if layout.is_diagonal else component.blocks.stop - component.blocks.start
+            for i in component.members:
+                start, count, state = layout.starts[i], layout.counts[i], states[i]
+                column, size = start - component.blocks.start, layout.shapes[i].numel() // count
+                if "blocks" not in state:
+                    _begin(state, layout, i, names, (width, column), initial * size)
+                addresses = [state[name].data_ptr() if name in names else 0 for name in ("U", "energy")]
+                numbers += [*addresses, count, width, start, column, origin, size]
+            origin += width * width
+        self._solver = _kernels.solver(layout.num_blocks, numbers)
+        self._vectors = torch.zeros(4, layout.num_blocks, dtype=torch.float64, device="cpu")
+        self.common, self.change, self._c, self._kappa = self._vectors.unbind()
+        self._addresses = [x.data_ptr() for x in (self.common, self.change, self._c, self._kappa)]
+        self._A = torch.zeros(origin, dtype=torch.float64, device="cpu")
+        self._components: list[tuple[slice, Tensor]] = []
+        origin = 0
+        for component in () if layout.is_diagonal else layout.components:
+            width = component.blocks.stop - component.blocks.start
+            self._components.append((component.blocks, self._A[origin : origin + width**2].view(width, width)))
+            origin += width**2
+
+    def solve(self, rule: Rule, sums: Tensor, failed: Callable[[int], None]) -> tuple[Tensor, Tensor | None]:
+        """c and κ, (L,) each; κ is None if it is 1 everywhere. `failed` is told of eigendecompositions that fail."""
+        form, keeps_trace = rule.form, rule.form.keeps_trace and rule.cap is None
+        options = (
+            *(form.is_weighted, form.takes_raw_sums, form.keeps_diagonal, keeps_trace),
+            *(-1.0 if rule.betas is None else rule.betas[1], rule.floor, SMALLEST_LAMBDA),
+            -1.0 if rule.cap is None else rule.cap,
+        )
+        common, change, c, kappa = self._addresses
+        at = sums.data_ptr(), sums.stride(0)
+        _kernels.accumulate(self._solver, options, *at, common, change, self._A.data_ptr())
+        bad = []
+        for blocks, A in self._components:
+            try:
+                torch.mv(inverse_root_minus_identity(A, rule.floor), self.common[blocks], out=self.change[blocks])
+            except LinAlgError:
+                failed(len(A))
+                self.change[blocks] = 0
+                bad.append(blocks)
+        _kernels.correct(self._solver, options, *at, common, change, c, kappa if keeps_trace else 0)
+        for blocks in bad:  # the diagonal step
+            self._c[blocks], self._kappa[blocks] = 0, 1
+        return self._c, self._kappa if keeps_trace else None
+
+
+def _begin(state: State, layout: Layout, i: int, names: list[str], place: tuple[int, int], diagonal: float) -> None:
+    """New statistics of a tensor. U and the energy have what H = aI gives."""
+    count, (width, column) = layout.counts[i], place
+    state["blocks"] = layout.place(i)
+    for name in names:
+        wide = width if name == "U" else 0
+        state[name] = rows = torch.zeros((count, wide) if wide else count, dtype=torch.float64, device="cpu")
+        (rows[:, column : column + count].diagonal() if wide else rows).fill_(diagonal)
