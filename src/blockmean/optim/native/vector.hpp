@@ -33,16 +33,13 @@ template <> struct Lanes<float> {
     static constexpr int W = VECTOR_BYTES / 4;
     typedef float V __attribute__((vector_size(VECTOR_BYTES)));
     typedef int32_t M __attribute__((vector_size(VECTOR_BYTES)));
-    typedef double D __attribute__((vector_size(VECTOR_BYTES * 2)));  // the same lanes in double
 };
 template <> struct Lanes<double> {
     static constexpr int W = VECTOR_BYTES / 8;
     typedef double V __attribute__((vector_size(VECTOR_BYTES)));
     typedef int64_t M __attribute__((vector_size(VECTOR_BYTES)));
-    typedef double D __attribute__((vector_size(VECTOR_BYTES)));
 };
 template <class A> using Vec = typename Lanes<A>::V;
-template <class A> using Wide = typename Lanes<A>::D;
 typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
 typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
 
@@ -176,26 +173,87 @@ INLINE void store(float16* p, Vec<float> x) {
 #endif
 }
 
-// The first n lanes; the others are zero, or stay as they are in memory.
+// ------------------------------------------------------------------ the first n lanes
+
+template <class A> INLINE typename Lanes<A>::M first_lanes(int n) {
+    typename Lanes<A>::M index;
+    for (int i = 0; i < Lanes<A>::W; ++i) index[i] = i;  // folded into a constant
+    return index < n;
+}
+
+// Lanes from n on are zero.
 template <class T> INLINE Vec<typename Arithmetic<T>::type> load(const T* p, int n) {
     T padded[Lanes<typename Arithmetic<T>::type>::W] = {};
     for (int i = 0; i < n; ++i) padded[i] = p[i];
     return load(padded);
 }
+// Memory from n on stays as it is.
 template <class T> INLINE void store(T* p, Vec<typename Arithmetic<T>::type> x, int n) {
     T padded[Lanes<typename Arithmetic<T>::type>::W];
     store(padded, x);
     for (int i = 0; i < n; ++i) p[i] = padded[i];
 }
-template <class V> INLINE V first_lanes(V x, int n) {
-    for (int i = n; i < int(sizeof(V) / sizeof(x[0])); ++i) x[i] = 0;
-    return x;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <> ALWAYS Vec<float> load(const float* p, int n) {
+    return bits<Vec<float>>(_mm256_maskload_ps(p, bits<__m256i>(first_lanes<float>(n))));
 }
+template <> ALWAYS Vec<double> load(const double* p, int n) {
+    return bits<Vec<double>>(_mm256_maskload_pd(p, bits<__m256i>(first_lanes<double>(n))));
+}
+template <> ALWAYS void store(float* p, Vec<float> x, int n) {
+    _mm256_maskstore_ps(p, bits<__m256i>(first_lanes<float>(n)), bits<__m256>(x));
+}
+template <> ALWAYS void store(double* p, Vec<double> x, int n) {
+    _mm256_maskstore_pd(p, bits<__m256i>(first_lanes<double>(n)), bits<__m256d>(x));
+}
+#elif defined(__AVX512F__)
+template <> ALWAYS Vec<float> load(const float* p, int n) {
+    return bits<Vec<float>>(_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p));
+}
+template <> ALWAYS Vec<double> load(const double* p, int n) {
+    return bits<Vec<double>>(_mm512_maskz_loadu_pd(__mmask8((1u << n) - 1), p));
+}
+template <> ALWAYS void store(float* p, Vec<float> x, int n) {
+    _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), bits<__m512>(x));
+}
+template <> ALWAYS void store(double* p, Vec<double> x, int n) {
+    _mm512_mask_storeu_pd(p, __mmask8((1u << n) - 1), bits<__m512d>(x));
+}
+#endif
 
-template <class D> INLINE double total(D x) {
-    double sum = 0;
-    for (int i = 0; i < int(sizeof(D) / sizeof(double)); ++i) sum += x[i];
-    return sum;
-}
+// ------------------------------------------------------------------ sums in double
+
+template <class A> struct Total;
+template <> struct Total<double> {
+    Vec<double> lanes = {};
+    ALWAYS void add(Vec<double> x) { lanes += x; }
+    ALWAYS double sum() const {
+        double out = 0;
+        for (int i = 0; i < Lanes<double>::W; ++i) out += lanes[i];
+        return out;
+    }
+};
+template <> struct Total<float> {
+    Total<double> low, high;
+    ALWAYS void add(Vec<float> x) {
+#if defined(__AVX512F__)
+        __m512 all = bits<__m512>(x);
+        low.add(bits<Vec<double>>(_mm512_cvtps_pd(_mm512_castps512_ps256(all))));
+        high.add(bits<Vec<double>>(_mm512_cvtps_pd(_mm512_extractf32x8_ps(all, 1))));
+#elif defined(__AVX2__)
+        __m256 all = bits<__m256>(x);
+        low.add(bits<Vec<double>>(_mm256_cvtps_pd(_mm256_castps256_ps128(all))));
+        high.add(bits<Vec<double>>(_mm256_cvtps_pd(_mm256_extractf128_ps(all, 1))));
+#else
+        low.add(Vec<double>{x[0], x[1]});
+        high.add(Vec<double>{x[2], x[3]});
+#endif
+    }
+    ALWAYS double sum() const {
+        Total<double> both;
+        both.add(low.lanes + high.lanes);
+        return both.sum();
+    }
+};
 
 }  // namespace
