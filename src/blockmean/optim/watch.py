@@ -15,7 +15,7 @@ PLAIN = (Tensor, nn.Parameter)
 def _kind(tensor: Tensor) -> tuple[object, ...]:
     if tensor.layout is not torch.strided:  # has no strides
         return (tensor.layout,)
-    return type(tensor), tensor.dtype, tensor.stride(), tensor.is_neg()
+    return type(tensor), tensor.dtype, tensor.is_contiguous() or tensor.stride(), tensor.is_neg()
 
 
 class Watch:

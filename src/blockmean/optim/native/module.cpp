@@ -290,6 +290,19 @@ PyObject* correct_(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+// times_root(solver, A, n, floor, b, out) → whether it could be computed
+PyObject* times_root_(PyObject*, PyObject* args) try {
+    PyObject* capsule;
+    long long A, n, b, out;
+    double floor;
+    if (!PyArg_ParseTuple(args, "OLLdLL", &capsule, &A, &n, &floor, &b, &out)) return nullptr;
+    auto* solver = static_cast<Solver*>(PyCapsule_GetPointer(capsule, "blockmean.solver"));
+    if (!solver) return nullptr;
+    return PyBool_FromLong(times_root(*solver, address<double>(A), n, floor, address<double>(b), address<double>(out)));
+} catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+}
+
 // read_steps([address, …]) → the counts there, float32 in memory
 PyObject* read_steps(PyObject*, PyObject* list) {
     std::vector<int64_t> at;
@@ -314,6 +327,7 @@ PyMethodDef METHODS[] = {
     {"apply_", apply_, METH_VARARGS, nullptr},
     {"solver", make_solver, METH_VARARGS, nullptr},
     {"accumulate", accumulate_, METH_VARARGS, nullptr},
+    {"times_root", times_root_, METH_VARARGS, nullptr},
     {"correct", correct_, METH_VARARGS, nullptr},
     {"read_steps", read_steps, METH_O, nullptr},
     {"advance", advance, METH_O, nullptr},

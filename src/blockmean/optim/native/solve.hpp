@@ -17,9 +17,17 @@ struct Rows {
     double size;     // entries of every block
 };
 
+// A rotation of the entries i and i + 1.
+struct Rotation {
+    int64_t i;
+    double c, s;
+};
+
 struct Solver {
     std::vector<Rows> rows;
     std::vector<double> scale, own;  // (L,) each: N, and n of the blocks that take part
+    std::vector<double> numbers;     // for `times_root`, to be used again
+    std::vector<Rotation> rotations;
 };
 
 struct Form {
@@ -30,6 +38,10 @@ struct Form {
 
 // U ← U + u uᵀ, or its average; common = N b, and A for every component, or directly change = (A^-½ − I) common.
 void accumulate(Solver&, const Form&, const double* sums, int64_t stride, double* common, double* change, double* A);
+
+// out = (A^-½ − I) b for the n×n matrix A, its eigenvalues raised to `floor` and to the rounding error of the largest.
+// False if the eigenvalues are not finite or do not converge.
+bool times_root(Solver&, const double* A, int64_t n, double floor, const double* b, double* out);
 
 // c = N [change + (1 − κ) common], and κ where the form keeps the trace.
 void correct(const Solver&, const Form&, const double* sums, int64_t stride, const double* common, const double* change,

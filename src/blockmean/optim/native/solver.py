@@ -6,6 +6,7 @@ It works on the statistics where they are, in the states of the parameters. Only
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from blockmean.optim.forms import SMALLEST_LAMBDA, Rule
 from blockmean.optim.layout import Layout
 from blockmean.optim.native import _kernels
 from blockmean.optim.statistics import State
+
+
+NATIVE_ROOT = 256
+"""Largest matrix whose root is computed here; for larger ones LAPACK's blocked routines are faster."""
 
 
 def can_solve(layout: Layout, states: Mapping[int, State], names: Iterable[str], kept: Iterable[str]) -> bool:
@@ -78,16 +83,24 @@ class Solver:
         _kernels.accumulate(self._solver, options, *at, common, change, self._A.data_ptr())
         bad = []
         for blocks, A in self._components:
+            n, start = len(A), 8 * blocks.start
+            if n <= NATIVE_ROOT and times_root(self._solver, A.data_ptr(), n, rule.floor, common + start, change + start):
+                continue
             try:
                 torch.mv(inverse_root_minus_identity(A, rule.floor), self.common[blocks], out=self.change[blocks])
             except LinAlgError:
-                failed(len(A))
+                failed(n)
                 self.change[blocks] = 0
                 bad.append(blocks)
         _kernels.correct(self._solver, options, *at, common, change, c, kappa if keeps_trace else 0)
         for blocks in bad:  # the diagonal step
             self._c[blocks], self._kappa[blocks] = 0, 1
         return self._c, self._kappa if keeps_trace else None
+
+
+def times_root(solver: Any, A: int, n: int, floor: float, b: int, out: int) -> bool:
+    """out = (A^-½ − I) b on addresses; False if the eigenvalues of A did not converge, and torch's should be tried."""
+    return _kernels.times_root(solver, A, n, floor, b, out)
 
 
 def _begin(state: State, layout: Layout, i: int, names: list[str], place: tuple[int, int], diagonal: float) -> None:
