@@ -157,7 +157,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
     def _plan(self, work: Work) -> Plan:
         """The parts of a step, or those of the last one with the numbers of this one."""
         rule, plan, group = self.rule(work.group), work.plan, work.group
-        options = (rule.form, rule.cap is None, group["foreach"], group["fused"])
+        options = (rule.form, rule.cap is None, group["refresh_every"] > 1, group["foreach"], group["fused"])
         if plan is not None and plan.options == options:
             plan.parts = [
                 part._replace(

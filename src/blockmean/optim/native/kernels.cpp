@@ -35,7 +35,7 @@ template <class T, bool ADAM> struct Entry {
     ALWAYS Entry(const Rule& rule, const Piece& piece)
         : decay1(all(1 - rule.beta1)), beta2(all(rule.beta2)), decay2(all(1 - rule.beta2)), eps(all(rule.eps)),
           weight_decay(all(rule.weight_decay)), sign(all(rule.sign)), gain(all(piece.gain)),
-          gain_root(all(__builtin_sqrt(piece.gain_r))), rate(all(piece.rate)), careful(rule.careful),
+          gain_root(all(__builtin_sqrt(piece.gain_r))), rate(all(-piece.rate)), careful(rule.careful),
           decays(rule.weight_decay != 0), param(reinterpret_cast<T*>(piece.param)),
           grad(reinterpret_cast<const T*>(piece.grad)), first(reinterpret_cast<A*>(piece.first)),
           second(reinterpret_cast<A*>(piece.second)) {}
@@ -48,7 +48,7 @@ template <class T, bool ADAM> struct Entry {
         }
         g = (PART ? load(grad + i, n) : load(grad + i)) * sign;
         if (update || (decays && !ADAM)) p = PART ? load(param + i, n) : load(param + i);
-        if (decays && !ADAM) g = g + weight_decay * p;
+        if (decays && !ADAM) g = fma(weight_decay, p, g);
     }
     template <bool PART> ALWAYS void read_moments(int64_t i, int n) {
         if (!PART) {
@@ -58,11 +58,11 @@ template <class T, bool ADAM> struct Entry {
         r = PART ? load(second + i, n) : load(second + i);
         if (ADAM) {
             m = PART ? load(first + i, n) : load(first + i);
-            m = m + decay1 * (g - m);
-            r = r * beta2 + decay2 * (g * g);
+            m = fma(decay1, g - m, m);
+            r = fma(decay2, g * g, r * beta2);
         } else {
             m = g;
-            r = r + g * g;
+            r = fma(g, g, r);
         }
     }
     template <bool WITH_ZETA> ALWAYS void scale() {
@@ -192,10 +192,10 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
         e.template scale<(SUMS == WEIGHTED)>();
         e.mask();
         V delta = e.m / e.z * kappa;
-        if constexpr (SUMS == PAPER) delta = delta + e.unweighted() * c;
-        if constexpr (SUMS == WEIGHTED) delta = delta + e.zeta * e.unweighted() * c;
-        if (ADAM && e.decays) delta = delta + e.weight_decay * e.p;
-        V p = e.p - e.rate * delta;
+        if constexpr (SUMS == PAPER) delta = fma(e.unweighted(), c, delta);
+        if constexpr (SUMS == WEIGHTED) delta = fma(e.zeta * e.unweighted(), c, delta);
+        if (ADAM && e.decays) delta = fma(e.weight_decay, e.p, delta);
+        V p = fma(e.rate, delta, e.p);
         PART ? store(e.param + i, p, n) : store(e.param + i, p);
     }
 

@@ -52,6 +52,30 @@ template <class V, class T> INLINE V bits(T x) {
 
 template <class V, class S> INLINE V fill(S x) { return x - V{}; }  // −0 − 0 is −0: every bit survives
 
+// a b + c, rounded once where the processor can, as torch's own kernels do.
+INLINE Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
+#if defined(__AVX512F__)
+    return bits<Vec<float>>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
+#elif defined(__FMA__)
+    return bits<Vec<float>>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
+#elif defined(__aarch64__)
+    return bits<Vec<float>>(vfmaq_f32(bits<float32x4_t>(c), bits<float32x4_t>(a), bits<float32x4_t>(b)));
+#else
+    return a * b + c;
+#endif
+}
+INLINE Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) {
+#if defined(__AVX512F__)
+    return bits<Vec<double>>(_mm512_fmadd_pd(bits<__m512d>(a), bits<__m512d>(b), bits<__m512d>(c)));
+#elif defined(__FMA__)
+    return bits<Vec<double>>(_mm256_fmadd_pd(bits<__m256d>(a), bits<__m256d>(b), bits<__m256d>(c)));
+#elif defined(__aarch64__)
+    return bits<Vec<double>>(vfmaq_f64(bits<float64x2_t>(c), bits<float64x2_t>(a), bits<float64x2_t>(b)));
+#else
+    return a * b + c;
+#endif
+}
+
 // ------------------------------------------------------------------ roots
 
 INLINE Vec<float> root(Vec<float> x) {
@@ -97,7 +121,7 @@ INLINE Vec<float> inverse_root(Vec<float> x, bool careful) {
     return 1.0f / root(x);
 #endif
 #if defined(__AVX2__)
-    return y * (1.5f - 0.5f * x * y * y);  // one step of Newton's method doubles the digits
+    return y * fma(x * y * -0.5f, y, fill<Vec<float>>(1.5f));  // one step of Newton's method doubles the digits
 #endif
 }
 INLINE Vec<double> inverse_root(Vec<double> x, bool) { return inverse_root(x); }
