@@ -192,7 +192,9 @@ def test_sparse_gradients_are_refused_before_anything_has_changed(case):
     optimizer = case([("other", other), ("table", table.weight)])
     before = snapshot(optimizer)
     (table(torch.tensor([1])) * other).sum().backward()
-    with pytest.raises(RuntimeError, match=f"^{case.owner} does not support sparse gradients. 'table' has one.$"):
+    with pytest.raises(
+        RuntimeError, match=f"^{case.owner} does not support sparse gradients. 'table' has one. .*sparse=False"
+    ):
         optimizer.step()
     assert_same(snapshot(optimizer), before)
     assert not optimizer.state
@@ -205,7 +207,7 @@ def test_a_group_on_several_devices_is_refused_before_anything_has_changed(case)
     optimizer = case([{"params": [first]}, {"params": [here, there]}])
     for param in (first, here, there):
         param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError, match=f"^{case.owner} couples .* one device. Got cpu and meta. .*separate"):
+    with pytest.raises(RuntimeError, match=f"^{case.owner} processes .* one device. Got cpu and meta. .*separate"):
         optimizer.step()
     assert torch.equal(first, torch.ones(2)) and not optimizer.state
     there.grad = None  # it then takes no part
