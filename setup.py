@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path("src/blockmean/optim/native")
 # Compiled once for every instruction set, of which the module chooses one when it is loaded.
-KERNELS = ["kernels.cpp"]
+KERNELS = {"kernels.cpp": [], "anova.cpp": ["-ffp-contract=fast"]}  # and what each adds to the flags
 REST = ["module.cpp", "pool.cpp", "solve.cpp", "spectrum.cpp"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 X86 = {"plain": [], "avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-mavx2", "-mfma", "-mf16c", *AVX512]}
@@ -36,12 +36,13 @@ class BuildKernels(build_ext):
         flags = FLAGS + (SANITIZE if os.environ.get("BLOCKMEAN_SANITIZE") else [])
         macros = [("Py_LIMITED_API", "0x030B0000")]
         for variant, own in VARIANTS.items():
-            ext.extra_objects += self.compiler.compile(
-                [str(HERE / source) for source in KERNELS],
-                output_dir=str(Path(self.build_temp) / variant),
-                macros=[*macros, ("VARIANT", variant)],
-                extra_postargs=flags + own,
-            )
+            for source, more in KERNELS.items():
+                ext.extra_objects += self.compiler.compile(
+                    [str(HERE / source)],
+                    output_dir=str(Path(self.build_temp) / variant),
+                    macros=[*macros, ("VARIANT", variant)],
+                    extra_postargs=flags + own + more,
+                )
         ext.extra_compile_args = flags
         ext.extra_link_args = ["-pthread", *(["-fsanitize=address,undefined"] if "-g" in flags else [])]
         super().build_extension(ext)

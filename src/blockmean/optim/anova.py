@@ -30,7 +30,8 @@ With k = O and k = I there is no remainder: Adam in the rotated basis, as SOAP.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -40,22 +41,18 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require, require_number
-from blockmean.optim import parts
+from blockmean.optim import native, parts
 from blockmean.optim.adam import require_adamw, require_betas
 from blockmean.optim.forms import FORMS, Rule
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
-from blockmean.optim.optimizer import BlockMeanOptimizer, Work, distinct, given_names
-from blockmean.optim.parts import AVERAGES, SQUARES, WEIGHTS, Step, join_
-from blockmean.optim.passes import Tensors, arithmetic, choose
+from blockmean.optim.native.matrices import NOISE, Matrices, inner_of
+from blockmean.optim.optimizer import BlockMeanOptimizer, Work, distinct, given_names, shown_names
+from blockmean.optim.parts import AVERAGES, MEANS, SQUARES, STATE, WEIGHTS, Step, join_
+from blockmean.optim.passes import NATIVE, Tensors, arithmetic, choose, wants_native
 from blockmean.optim.stacks import Stack
 
 NARROW, MOST = 4, 32
 """means="auto": twice the root of the shorter side of a matrix, up to 32; none for sides shorter than 4."""
-
-NOISE = 2.0**-19
-"""ν: 16 rounding errors of float32. Entries smaller than this share of the gradient take no full step."""
-
-MEANS_STATE = (*WEIGHTS, *AVERAGES, *SQUARES)
 
 
 class Kind(NamedTuple):
@@ -76,12 +73,35 @@ class Kind(NamedTuple):
         """Units and inputs."""
         return self.shape[0], self.shape[1:].numel()
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether the means of a matrix have begun."""
+        shapes = self.shapes()
+        return age_of(state) > 0 and all(name in state and state[name].shape == shapes[name] for name in STATE)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every state tensor."""
         (k, q), (units, inputs) = self.means, self.matrix
         sides, parts = ((units, k), (q, inputs)), ((k, q), (units, q), (k, inputs))
         means = (*sides, *sides, *parts, *parts)
-        return {"exp_avg": self.shape, "exp_avg_sq": self.shape, **dict(zip(MEANS_STATE, means, strict=True))}
+        return dict(zip(STATE, (self.shape, self.shape, *means), strict=True))
+
+
+@dataclass
+class Plan:
+    """How a group takes its steps. Numbers are places in the lists of a step."""
+
+    options: tuple[Any, ...]  # what all of it depends on
+    plain: list[int] = field(default_factory=list)  # tensors that take AdamW
+    passes: Any = None  # their implementation
+    compiled: list[int] = field(default_factory=list)  # matrices that the compiled kernels take
+    matrices: Matrices | None = None
+    others: list[int] = field(default_factory=list)  # matrices that the kernels cannot serve, or whose means begin
+    sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # zeros, one per tensor
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the kernels take everything."""
+        return not self.others and (not self.plain or isinstance(self.passes, NATIVE))
 
 
 class Anova(BlockMeanOptimizer):
@@ -105,7 +125,8 @@ class Anova(BlockMeanOptimizer):
         maximize: step uphill.
         nonfinite: what to do about a NaN or infinite gradient: "raise" (before anything changes) or "skip" the step.
 
-    `foreach` concerns the tensors that take AdamW. There is no `amsgrad`, and no `fused` yet.
+    `fused=None` takes compiled kernels wherever they can serve, `fused=False` torch's operations, in batches of equal
+    shapes; `foreach` then concerns the tensors that take AdamW. There is no `amsgrad`.
 
     Cost O(k d) per step; state 2d + O(k (O + I)) numbers.
 
@@ -116,10 +137,12 @@ class Anova(BlockMeanOptimizer):
     """
 
     entry_state = ("exp_avg", "exp_avg_sq")
-    further_state = MEANS_STATE
+    further_state = MEANS
     statistics_kept = MappingProxyType({})
     default_blocks = ("tensor", "none")
     works_in_pieces = False
+    keeps_lists = True
+    has_kernels = True
     not_negative = ("lr", "weight_decay", "eps")
 
     def __init__(
@@ -198,44 +221,120 @@ class Anova(BlockMeanOptimizer):
             )
         return state
 
+    # ---------------------------------------------------------------- the hooks
+
+    def _plan(self, work: Work) -> Plan:
+        """What takes which way, or the same as in the last step."""
+        group = work.group
+        options = group["means"], group["foreach"], group["fused"]
+        if work.plan is not None and work.plan.options == options:
+            return work.plan  # type: ignore[no-any-return]
+        wanted = wants_native(group["foreach"], group["fused"])
+        plan, begun = Plan(options), set()
+        for j, i in enumerate(work.indices):
+            kind = self._kind(work, j)
+            if kind.means == (0, 0):
+                plan.plain.append(j)
+            elif wanted and self._can_compile(work, j) and kind.fits(work.states[i]):
+                plan.compiled.append(j)
+                begun.add(kind)
+            else:
+                plan.others.append(j)
+        for kind in begun:
+            self._stack(work, kind, [work.indices[j] for j in plan.compiled if self._kind(work, j) == kind])
+        if plan.compiled:
+            states = [work.states[work.indices[j]] for j in plan.compiled]
+            plan.matrices = Matrices([work.params[j] for j in plan.compiled], states)
+        if plan.plain:
+            plan.passes = choose(self._plain(work, plan), group["foreach"], group["fused"])
+        plan.sums = torch.zeros(1, len(work.params), dtype=torch.float64, device=work.params[0].device)
+        return plan
+
+    def _kind(self, work: Work, j: int) -> Kind:
+        param = work.params[j]
+        return Kind(work.number, param.shape, param.dtype, means_of(param.shape, work.group["means"]))
+
+    def _plain(self, work: Work, plan: Plan) -> Tensors:
+        """The tensors that take AdamW."""
+        first, second = (work.moments[key] for key in self.entry_state)
+        lists: Any = (work.params, work.grads, first, second, work.steps, work.cuts)
+        return Tensors(*([values[j] for j in plan.plain] for values in lists))
+
+    def _can_compile(self, work: Work, j: int) -> bool:
+        """Whether the kernels can serve a matrix; if they must and cannot, raise."""
+        param = work.params[j]
+        reason = native.refusal(param, work.grads[j], [], work.cuts[j])
+        if reason is None and inner_of(param) is None:
+            reason = "does not have its rows in order in memory"
+        if reason and work.group["fused"]:
+            name = shown_names(work.group)[work.indices[j]]
+            raise RuntimeError(
+                f"{type(self).__name__}(fused=True) takes native kernels, which cannot serve {name}: it {reason}. "
+                "Take fused=None."
+            )
+        return reason is None
+
     def block_sums(self, work: Work) -> Tensor:
-        """The squared length of every gradient: whether it is finite, and how large its rounding errors are."""
-        grads = [grad for grad in work.grads if grad is not None]
+        """Whether gradients are finite, and how large their rounding errors are: the squared length of every matrix."""
+        plan = work.plan = self._plan(work)
+        grads: Any = work.grads
+        work.is_finite = plan.matrices is None or plan.matrices.sums(
+            [grads[j] for j in plan.compiled], work.group["maximize"]
+        )
+        if plan.is_compiled and plan.plain:
+            plan.passes.block_sums(self._rule(work.group), self._plain(work, plan))
+            work.is_finite = work.is_finite and plan.passes.is_finite
+        if plan.is_compiled and work.is_finite:
+            return plan.sums  # nobody needs them: the kernels keep their own
+        work.is_finite = None
         if all(arithmetic(grad.dtype) == grad.dtype for grad in grads):
             lengths = torch._foreach_norm(grads)
         else:  # one by one: never a copy of all gradients
             lengths = tuple(torch.linalg.vector_norm(grad, dtype=arithmetic(grad.dtype)) for grad in grads)
         return torch.stack([length.double() for length in lengths]).square_()[None]
 
-    def solve(self, work: Work) -> Tensor:
-        """What is added to the roots of v_K, v_R, v_L and v_E of every tensor: ε, and rounding errors of G, (4, n)."""
+    def solve(self, work: Work) -> Tensor | None:
+        """What is added to the roots of v_K, v_R, v_L and v_E: ε, and rounding errors of G, (4, n).
+
+        None if compiled kernels take all matrices: they know it themselves.
+        """
+        if not work.plan.others:
+            return None
         errors = rounding(tuple(param.shape for param in work.params), work.sums.device)
         squares = work.sums if work.in_order else work.sums[:, [blocks.start for blocks in work.blocks]]
         floors: Tensor = squares.sqrt() * errors + work.group["eps"]
         smallest = max(torch.finfo(arithmetic(param.dtype)).tiny for param in work.params) ** 0.5
         return floors if work.group["eps"] > smallest else floors.clamp_(min=smallest)  # smaller squares vanish
 
-    def apply_(self, work: Work, solution: Tensor) -> None:
-        group, plain = work.group, []
+    def apply_(self, work: Work, solution: Tensor | None) -> None:
+        group, plan = work.group, work.plan
+        self._apply_plain(work, plan)
+        if plan.matrices is not None:
+            ages = self._ages(work, plan.compiled)
+            for place in plan.matrices.apply_([self._numbers(group, *age) for age in ages], group["eps"]):
+                state = work.states[work.indices[plan.compiled[place]]]
+                parts.turn_({name: state[name][None] for name in STATE})
         kinds: dict[Kind, list[int]] = {}
-        for j, param in enumerate(work.params):
-            k = means_of(param.shape, group["means"])
-            if k == (0, 0):
-                plain.append(j)
-            else:
-                kinds.setdefault(Kind(work.number, param.shape, param.dtype, k), []).append(j)
-        self._apply_plain(work, plain)
+        for j in plan.others:
+            kinds.setdefault(self._kind(work, j), []).append(j)
         for kind, positions in kinds.items():
             where = {work.indices[j]: j for j in positions}
             stack = self._stack(work, kind, list(where))
-            ages = {i: (work.steps[j], age_of(work.states[i])) for i, j in where.items()}
-            for run in stack.runs(ages):
+            steps = dict(zip(where, self._ages(work, positions), strict=True))
+            for run in stack.runs(steps):
                 for batch in run.pieces(max(1, parts.CHUNK // kind.shape.numel())):
                     at = [where[i] for i in batch.members]
                     grads = [grad for j in at if (grad := work.grads[j]) is not None]
-                    step = self._numbers(group, *ages[batch.members[0]])
+                    step = self._numbers(group, *steps[batch.members[0]])
+                    assert solution is not None
                     with torch.autocast(solution.device.type, enabled=False):  # products keep their precision
                         parts.apply_(step, [work.params[j] for j in at], grads, batch.buffers, solution[:, at])
+        if plan.others:
+            work.plan = None  # some may have begun: the kernels can take them from now on
+
+    def _ages(self, work: Work, places: Sequence[int]) -> list[tuple[int, int]]:
+        """Steps of the matrices, and those since their means began, this one included."""
+        return [(work.steps[j], age_of(work.states[work.indices[j]])) for j in places]
 
     def _numbers(self, group: dict[str, Any], steps: int, age: int) -> Step:
         turns = age % group["refresh_every"] == 0
@@ -255,22 +354,18 @@ class Anova(BlockMeanOptimizer):
             if means_of(param.shape, group["means"]) != (0, 0) and "units" in self.state.get(param, {})
         ]
 
-    def _apply_plain(self, work: Work, positions: Sequence[int]) -> None:
+    def _rule(self, group: dict[str, Any]) -> Rule:
+        decay, maximize = group["weight_decay"], group["maximize"]
+        return Rule(FORMS["none"], group["betas"], group["eps"], decay, maximize, float(group["lr"]))
+
+    def _apply_plain(self, work: Work, plan: Plan) -> None:
         """AdamW."""
-        if not positions:
-            return
-        group = work.group
-        for j in positions:
+        for j in plan.plain:
             state = work.states[work.indices[j]]
             if "units" in state:  # the means were switched off
-                _forget(state, group)
-        rule = Rule(
-            FORMS["none"], group["betas"], group["eps"], group["weight_decay"], group["maximize"], float(group["lr"])
-        )
-        first, second = (work.moments[key] for key in self.entry_state)
-        lists: Any = (work.params, work.grads, first, second, work.steps, work.cuts)
-        tensors = Tensors(*([values[j] for j in positions] for values in lists))
-        choose(tensors, group["foreach"]).apply_(rule, tensors, [], [])
+                _forget(state, work.group)
+        if plan.plain:
+            plan.passes.apply_(self._rule(work.group), self._plain(work, plan), [], [])
 
     def _stack(self, work: Work, kind: Kind, members: list[int]) -> Stack:
         """The state of all matrices of one kind, with room for these members; means that are new have begun."""
@@ -280,7 +375,7 @@ class Anova(BlockMeanOptimizer):
         shapes = kind.shapes()
         for i in members:
             state = work.states[i]
-            if not age_of(state) or any(name not in state or state[name].shape != shapes[name] for name in MEANS_STATE):
+            if not age_of(state) or any(name not in state or state[name].shape != shapes[name] for name in MEANS):
                 _forget(state, work.group)  # there were none, or another number of them
                 state["began"] = torch.tensor(float(state["step"]) - 1, dtype=torch.float32)
         states = {i: work.states[i] for i in members}
@@ -298,14 +393,14 @@ class Anova(BlockMeanOptimizer):
         return made
 
 
-def age_of(state: dict[str, Any]) -> int:
+def age_of(state: Mapping[str, Any]) -> int:
     """Steps since the means of a matrix began, this one included; 0 if they have not, or if `step` was set back."""
     return max(0, int(state["step"]) - int(state["began"])) if "began" in state else 0
 
 
 def _forget(state: dict[str, Any], group: dict[str, Any]) -> None:
     """Drop the means of a matrix; its average gradient and, as if all parts were independent, square become whole."""
-    if all(name in state for name in MEANS_STATE):
+    if all(name in state for name in MEANS):
         shape, (_, beta2) = state["exp_avg"].shape, group["betas"]
         units, inputs, _, _, *averages = (state[name][None] for name in (*WEIGHTS, *AVERAGES))
         join_(state["exp_avg"].view(1, shape[0], -1), units, inputs, averages)
@@ -313,7 +408,7 @@ def _forget(state: dict[str, Any], group: dict[str, Any]) -> None:
         share = (1 - beta2**before) / (1 - group["mean_beta"] ** age)
         squares = [share * state[name][None] for name in SQUARES]
         join_(state["exp_avg_sq"].view(1, shape[0], -1), units.square(), inputs.square(), squares)
-    for name in (*MEANS_STATE, "began"):
+    for name in (*MEANS, "began"):
         state.pop(name, None)
 
 

@@ -27,6 +27,10 @@ AVERAGES = ("grand_avg", "unit_avg", "input_avg")
 SQUARES = ("grand_sq", "unit_sq", "input_sq")
 """v_K, v_R and v_L; `exp_avg_sq` is v_E."""
 
+MEANS = (*WEIGHTS, *AVERAGES, *SQUARES)
+STATE = ("exp_avg", "exp_avg_sq", *MEANS)
+"""All of it, in the order of the compiled kernels."""
+
 
 class Step(NamedTuple):
     """The numbers of one step of equal matrices."""
@@ -74,7 +78,7 @@ def apply_(
     G = _batch(grads, O, I, dtype)
     if step.maximize:
         G = -G
-    m, v = (state[key].view(n, O, I) for key in ("exp_avg", "exp_avg_sq"))
+    m, v = (state[key].view(n, O, I) for key in STATE[:2])
     U, Vt, unit_sketch, input_sketch = (state[key] for key in WEIGHTS)
     averages, squares = ([state[key] for key in keys] for keys in (AVERAGES, SQUARES))
     V = Vt.mT

@@ -11,6 +11,7 @@
 #include <new>
 #include <vector>
 
+#include "anova.hpp"
 #include "passes.hpp"
 #include "pool.hpp"
 #include "solve.hpp"
@@ -38,6 +39,14 @@ const Kernels& kernels() {
 #else
     return kernels_plain;
 #endif
+}
+
+const AnovaKernels& anova_kernels() {
+#if defined(__x86_64__)
+    if (&kernels() == &kernels_avx512) return anova_avx512;
+    if (&kernels() == &kernels_avx2) return anova_avx2;
+#endif
+    return anova_plain;
 }
 
 // The tensors of a list, what a thread may take of them at a time, and room for the partial sums of large blocks.
@@ -303,6 +312,120 @@ PyObject* times_root_(PyObject*, PyObject* args) try {
     return PyErr_NoMemory();
 }
 
+// ------------------------------------------------------------------ Anova
+
+struct Matrices {
+    std::vector<Matrix> all;
+    std::vector<char> products;
+    std::vector<Step> steps;     // the different ones of this step
+    std::vector<int64_t> which;  // of them, for every matrix
+    std::vector<char> to_do;     // 1 where U and V could not be turned here
+    int64_t entries = 0;
+    bool maximize = false;
+
+    int threads(int wanted) const { return entries < GRAIN ? 1 : wanted; }
+};
+
+// matrices([param, units, inputs, means over units, over inputs, inner, dtype, twelve of state, …]) → capsule
+PyObject* make_matrices(PyObject*, PyObject* list) try {
+    std::vector<int64_t> x;
+    if (!read_ints(list, x)) return nullptr;
+    auto made = std::make_unique<Matrices>();
+    std::vector<int64_t> starts;
+    int64_t bytes = 0;
+    for (size_t i = 0; i + 7 + STATES <= x.size(); i += 7 + STATES) {
+        Matrix matrix{};
+        matrix.param = address<char>(x[i]);
+        matrix.units = x[i + 1], matrix.inputs = x[i + 2], matrix.unit_means = x[i + 3], matrix.input_means = x[i + 4];
+        matrix.inner = x[i + 5], matrix.dtype = Dtype(x[i + 6]);
+        for (int s = 0; s < STATES; ++s) matrix.state[s] = address<char>(x[i + 7 + size_t(s)]);
+        starts.push_back(bytes);
+        bytes += (anova_kernels().room(matrix) + 63) / 64 * 64;
+        made->entries += matrix.units * matrix.inputs;
+        made->all.push_back(matrix);
+    }
+    made->products.resize(size_t(bytes));
+    for (size_t i = 0; i < starts.size(); ++i) made->all[i].products = made->products.data() + starts[i];
+    made->to_do.resize(starts.size());
+    return owned(std::move(made), "blockmean.matrices");
+} catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+}
+
+// anova_sums(matrices, grads, maximize, out, threads): ‖G‖² of every matrix into out → whether all are finite
+PyObject* anova_sums(PyObject*, PyObject* args) {
+    PyObject *capsule, *grads;
+    int maximize, threads;
+    long long out;
+    if (!PyArg_ParseTuple(args, "OOpLi", &capsule, &grads, &maximize, &out, &threads)) return nullptr;
+    auto* matrices = static_cast<Matrices*>(PyCapsule_GetPointer(capsule, "blockmean.matrices"));
+    std::vector<int64_t> at;
+    if (!matrices || !read_ints(grads, at)) return nullptr;
+    if (at.size() != matrices->all.size()) {
+        PyErr_SetString(PyExc_ValueError, "the table has another number of matrices");
+        return nullptr;
+    }
+    for (size_t i = 0; i < at.size(); ++i) matrices->all[i].grad = address<char>(at[i]);
+    matrices->maximize = maximize;
+    bool finite = true;
+    Py_BEGIN_ALLOW_THREADS
+    const Job job = [](void* context, int64_t i) {
+        auto& own = *static_cast<Matrices*>(context);
+        anova_kernels().sums(own.all[size_t(i)], own.maximize);
+    };
+    parallel(int64_t(at.size()), matrices->threads(threads), job, matrices);
+    for (size_t i = 0; i < at.size(); ++i) {
+        address<double>(out)[i] = matrices->all[i].square;
+        finite &= std::isfinite(matrices->all[i].square * matrices->all[i].square);
+    }
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(finite);
+}
+
+// anova_apply_(matrices, squares, [step, …], which, threads) → numbers of the matrices that torch must turn.
+// A step is (turns, β₁, β₂, mean β, rate, decay, unbias of means and of the rest, longest of both, ρ, ε, ν, smallest).
+PyObject* anova_apply(PyObject*, PyObject* args) {
+    PyObject *capsule, *list, *which;
+    long long squares;
+    int threads;
+    if (!PyArg_ParseTuple(args, "OLOOi", &capsule, &squares, &list, &which, &threads)) return nullptr;
+    auto* matrices = static_cast<Matrices*>(PyCapsule_GetPointer(capsule, "blockmean.matrices"));
+    if (!matrices || !read_ints(which, matrices->which)) return nullptr;
+    matrices->steps.clear();
+    for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
+        Step step{};
+        int turns;
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "pddddddddddddd", &turns, &step.beta1, &step.beta2,
+                              &step.mean_beta, &step.rate, &step.decay, &step.unbias_means, &step.unbias_rest,
+                              &step.longest_means, &step.longest_rest, &step.forget, &step.eps, &step.noise,
+                              &step.smallest))
+            return nullptr;
+        step.maximize = matrices->maximize, step.turns = turns;
+        matrices->steps.push_back(step);
+    }
+    for (size_t i = 0; i < matrices->all.size(); ++i) matrices->all[i].square = address<double>(squares)[i];
+    Py_BEGIN_ALLOW_THREADS
+    const Job job = [](void* context, int64_t i) {
+        auto& own = *static_cast<Matrices*>(context);
+        const Matrix& matrix = own.all[size_t(i)];
+        const Step& step = own.steps[size_t(own.which[size_t(i)])];
+        anova_kernels().apply(matrix, step);
+        own.to_do[size_t(i)] = step.turns && !anova_kernels().turn(matrix);
+    };
+    parallel(int64_t(matrices->all.size()), matrices->threads(threads), job, matrices);
+    Py_END_ALLOW_THREADS
+    PyObject* left = PyList_New(0);
+    for (size_t i = 0; left && i < matrices->to_do.size(); ++i) {
+        if (!matrices->to_do[i]) continue;
+        PyObject* number = PyLong_FromSize_t(i);
+        if (!number || PyList_Append(left, number)) Py_CLEAR(left);
+        Py_XDECREF(number);
+    }
+    return left;
+}
+
+// ------------------------------------------------------------------ step counts
+
 // read_steps([address, …]) → the counts there, float32 in memory
 PyObject* read_steps(PyObject*, PyObject* list) {
     std::vector<int64_t> at;
@@ -329,6 +452,9 @@ PyMethodDef METHODS[] = {
     {"accumulate", accumulate_, METH_VARARGS, nullptr},
     {"times_root", times_root_, METH_VARARGS, nullptr},
     {"correct", correct_, METH_VARARGS, nullptr},
+    {"matrices", make_matrices, METH_O, nullptr},
+    {"anova_sums", anova_sums, METH_VARARGS, nullptr},
+    {"anova_apply_", anova_apply, METH_VARARGS, nullptr},
     {"read_steps", read_steps, METH_O, nullptr},
     {"advance", advance, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -84,7 +84,9 @@ class Solver:
         bad = []
         for blocks, A in self._components:
             n, start = len(A), 8 * blocks.start
-            if n <= NATIVE_ROOT and times_root(self._solver, A.data_ptr(), n, rule.floor, common + start, change + start):
+            if n <= NATIVE_ROOT and times_root(
+                self._solver, A.data_ptr(), n, rule.floor, common + start, change + start
+            ):
                 continue
             try:
                 torch.mv(inverse_root_minus_identity(A, rule.floor), self.common[blocks], out=self.change[blocks])
