@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import asdict, replace
 
 import pytest
@@ -27,7 +28,7 @@ from blockmean.lab.race import (
 from blockmean.lab.race_pictures import draw_overview, draw_task
 from blockmean.lab.records import UnusableRecord, read_strictly, write
 from blockmean.lab.tasks import PROFILES, TASKS, evaluate, load_data, make_model
-from blockmean.lab.text import CharacterTransformer
+from blockmean.lab.text import WINDOWS, CharacterTransformer, read_text
 from blockmean.lab.train import run, time_marks
 
 QUICK = PROFILES["quick"]
@@ -71,7 +72,7 @@ def test_every_task_has_a_model_that_fits_its_loss(name):
     if task.dataset == "shakespeare":
         inputs, targets = torch.randint(65, (2, 64)), torch.randint(65, (2, 64))
     else:
-        inputs = torch.rand(2, *tasks.IMAGE_SHAPES[task.dataset])
+        inputs = torch.rand(2, *tasks.DATASETS[task.dataset].image)
         targets = inputs.flatten(1) if task.loss == "reconstruction" else torch.tensor([3, 7])
     loss = tasks.LOSSES[task.loss]
     found = evaluate(model, loss, inputs, targets)
@@ -102,7 +103,8 @@ def test_the_last_tenth_of_a_text_is_held_out():
     data = load_data(QUICK["transformer-64"])
     assert (len(data.train), len(data.test)) == (5400, 600)
     assert torch.equal(data.train[0, 1:], data.train_targets[0, :-1])
-    assert tasks.TRAINING_EXAMPLES["shakespeare"] == 15_685
+    for name, windows in WINDOWS.items():
+        assert tasks.DATASETS[name].examples == 9 * windows // 10
 
 
 def test_missing_text_is_named_in_words(tmp_path, monkeypatch):
@@ -111,6 +113,39 @@ def test_missing_text_is_named_in_words(tmp_path, monkeypatch):
         tasks.verify_data(TASKS["transformer-64"])
     with pytest.raises(FileNotFoundError, match=r"does not have it.*--profile quick"):
         tasks.verify_data(TASKS["transformer-64"], tmp_path)
+
+
+def test_another_text_is_refused(tmp_path):
+    path = tmp_path / "text" / "tinyshakespeare.txt"
+    path.parent.mkdir()
+    path.write_bytes(b"First Citizen:\n")
+    with pytest.raises(
+        ValueError, match=r"tinyshakespeare.txt has only 15 bytes instead of 1115394. Put the 1,115,394"
+    ):
+        tasks.verify_data(TASKS["transformer-64"], tmp_path)
+    path.write_bytes(b"x" * 1_115_394)
+    with pytest.raises(ValueError, match=r"the sha256 checksum [0-9a-f]{64} instead of 86c4e6aa9d.*data set\. Put the"):
+        tasks.verify_data(TASKS["transformer-64"], tmp_path)
+
+
+@pytest.mark.skipif("BLOCKMEAN_DATA" not in os.environ, reason="needs tiny Shakespeare")
+def test_shakespeare_has_the_windows_and_the_characters_that_models_are_made_for():
+    text = read_text("shakespeare")
+    assert text.vocabulary == 65
+    assert text.inputs.shape == text.targets.shape == (17_428, 64)
+    assert text.inputs[0, :5].tolist() == [18, 47, 56, 57, 58]  # "First"
+
+
+def test_windows_of_another_length_cover_the_same_text():
+    long, short = read_text("manual"), read_text("manual", context=32)
+    assert torch.equal(long.inputs.flatten(), short.inputs.flatten())
+    assert torch.equal(short.inputs[:, 1:], short.targets[:, :-1])
+
+
+def test_a_manual_that_is_too_short_is_refused(monkeypatch):
+    monkeypatch.setitem(WINDOWS, "manual", 10**6)
+    with pytest.raises(ValueError, match=r"The manual inside this Python has \d+ characters; 64000001 are needed"):
+        read_text("manual", context=16)
 
 
 @pytest.mark.parametrize(
