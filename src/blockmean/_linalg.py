@@ -201,17 +201,17 @@ class _SymmetricFunction(torch.autograd.Function):
 
 
 INERTIA = 1e-3
-"""How much of the old columns `followed` adds to the new ones, of unit length: it keeps parallel columns apart."""
+"""How much of the old columns `orthonormalized` adds to new ones of unit length: it keeps parallel columns apart."""
 
 CLOSEST = 1e-5
-"""Smallest diagonal entry of the Cholesky factor of unit columns that `followed` trusts."""
+"""Smallest diagonal entry of the Cholesky factor of unit columns that `orthonormalized` trusts."""
 
 
-def followed(V: Tensor, Y: Tensor) -> Tensor:
-    """Orthonormal columns that span what those of Y span, one by one; V itself where Y says too little.
+def orthonormalized(Y: Tensor, V: Tensor, otherwise: Tensor) -> Tensor:
+    """Orthonormal columns that span what those of Y span, one by one; `otherwise` where those are nearly parallel.
 
-    Cholesky-QR in float64, twice, of a batch of tall matrices (…, n, k). The columns of V are orthonormal or zero. A
-    column that is zero in both stays zero.
+    Cholesky-QR in float64, twice, of a batch of tall matrices (…, n, k). A little of V, the columns so far, is added to
+    Y. A column that is zero in both stays zero.
     """
     if V.shape[-1] == 0:
         return V
@@ -227,4 +227,4 @@ def followed(V: Tensor, Y: Tensor) -> Tensor:
         good &= (factor.diagonal(dim1=-2, dim2=-1).amin(-1) > CLOSEST) & (failed == 0)
         if again:
             gram = Z.mT @ Z
-    return torch.where(good[..., None, None], Z.to(V.dtype), V)
+    return torch.where(good[..., None, None], Z.to(V.dtype), otherwise)

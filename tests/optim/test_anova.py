@@ -7,6 +7,7 @@ from torch import nn
 
 from blockmean import Anova
 from blockmean.optim import anova as module
+from blockmean.optim import parts
 from support.reference import DenseAnova
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "mean_beta": 0.9}
@@ -59,7 +60,7 @@ def test_forty_steps_equal_the_dense_reference(shape, means, every):
 def test_large_matrices_are_processed_in_rows_with_the_same_result(monkeypatch):
     whole, rows = parameter((40, 30)), parameter((40, 30))
     run(whole, gradients((40, 30), 12), means=5)
-    monkeypatch.setattr(module, "CHUNK", 7 * 30)
+    monkeypatch.setattr(parts, "CHUNK", 7 * 30)
     run(rows, gradients((40, 30), 12), means=5)
     torch.testing.assert_close(rows, whole, rtol=0, atol=1e-13)
     assert not torch.equal(rows, whole)  # they were
@@ -80,7 +81,7 @@ def test_matrices_of_one_shape_are_a_batch_with_the_same_result_as_alone(monkeyp
         taken = [g for step, g in enumerate(grads[i]) if (step, i) not in {(2, 1), (3, 1), (4, 4), (5, 0)}]
         run(param, taken, means=3)
         torch.testing.assert_close(batch[i], param, rtol=0, atol=1e-13)
-    monkeypatch.setattr(module, "CHUNK", 2 * 80)  # two at a time
+    monkeypatch.setattr(parts, "CHUNK", 2 * 80)  # two at a time
     again = [parameter((8, 10), seed) for seed in range(5)]
     optimizer = Anova(again, means=3, **OPTIONS)
     for step in range(9):
@@ -142,28 +143,28 @@ def test_the_four_parts_are_orthogonal_and_add_up_to_the_gradient(means):
     grads = list(gradients((9, 12), 20))
     state = run(param, grads, means=means).state[param]
     U, V, G = state["units"], state["inputs"].mT, grads[-1]
-    K, R, L = (x[0] for x in module._means(U[None], V[None], (G @ V)[None], (U.T @ G)[None]))
-    parts = [U @ K @ V.T, R @ V.T, U @ L]
-    parts.append(G - sum(parts))
-    torch.testing.assert_close(sum(parts), G)
+    K, R, L = (x[0] for x in parts.means(U[None], V[None], (G @ V)[None], (U.T @ G)[None]))
+    four = [U @ K @ V.T, R @ V.T, U @ L]
+    four.append(G - sum(four))
+    torch.testing.assert_close(sum(four), G)
     for i in range(4):
         for j in range(i):
-            assert abs(float((parts[i] * parts[j]).sum())) < 1e-11
-    assert torch.allclose(U.T @ parts[1], torch.zeros(U.shape[1], 12, dtype=G.dtype), atol=1e-12)
-    assert torch.allclose(U.T @ parts[3], torch.zeros(U.shape[1], 12, dtype=G.dtype), atol=1e-12)
-    assert torch.allclose(parts[3] @ V, torch.zeros(9, V.shape[1], dtype=G.dtype), atol=1e-12)
+            assert abs(float((four[i] * four[j]).sum())) < 1e-11
+    assert torch.allclose(U.T @ four[1], torch.zeros(U.shape[1], 12, dtype=G.dtype), atol=1e-12)
+    assert torch.allclose(U.T @ four[3], torch.zeros(U.shape[1], 12, dtype=G.dtype), atol=1e-12)
+    assert torch.allclose(four[3] @ V, torch.zeros(9, V.shape[1], dtype=G.dtype), atol=1e-12)
 
 
 def test_the_start_is_the_textbook_analysis_of_variance():
-    waves = module.cosines(torch.ones(7, dtype=torch.bool), 4)
+    waves = parts.cosines(torch.ones(7, dtype=torch.bool), 4)
     torch.testing.assert_close(waves[:, 0], torch.full((7,), 7**-0.5, dtype=torch.float64))
     torch.testing.assert_close(waves.mT @ waves, torch.eye(4, dtype=torch.float64))
-    some = module.cosines(torch.tensor([True, False, True, True, False, True]), 3)
+    some = parts.cosines(torch.tensor([True, False, True, True, False, True]), 3)
     assert not some[[1, 4]].any()
     torch.testing.assert_close(some.mT @ some, torch.eye(3, dtype=torch.float64))
-    few = module.cosines(torch.tensor([True, False, False, True]), 3)
+    few = parts.cosines(torch.tensor([True, False, False, True]), 3)
     torch.testing.assert_close(few.mT @ few, torch.diag(torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)))
-    assert not module.cosines(torch.zeros(5, dtype=torch.bool), 2).any()
+    assert not parts.cosines(torch.zeros(5, dtype=torch.bool), 2).any()
 
 
 def test_the_means_find_the_directions_that_gradients_share():
@@ -325,8 +326,8 @@ def test_another_number_of_means_starts_them_over_and_keeps_the_moments():
     state = optimizer.state[param]
     assert state["units"].shape == (9, 2) and state["inputs"].shape == (4, 12) and int(state["began"]) == 6
     whole = state["exp_avg"].clone()[None]
-    parts = [state[name][None] for name in module.AVERAGES]
-    module._join_(whole, state["units"][None], state["inputs"][None], parts)
+    averages = [state[name][None] for name in parts.AVERAGES]
+    parts.join_(whole, state["units"][None], state["inputs"][None], averages)
     torch.testing.assert_close(whole[0], 0.8 * moment)
 
 

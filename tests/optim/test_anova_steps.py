@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from blockmean import Anova
-from blockmean.optim.anova import reach
+from blockmean.optim.parts import reach
 
 
 def steps_of(optimizer, param, grads):
@@ -262,4 +262,6 @@ def test_a_clamped_adam_is_no_other_adam():
         m, v = beta1 * m + (1 - beta1) * g[t - 1], beta * v + (1 - beta) * g[t - 1] ** 2
         assert float((m / (1 - beta1**t) / (v / (1 - beta**t)).sqrt()).abs().max()) <= reach(beta1, beta, t) + 1e-12
     assert reach(beta1, beta, 1) == pytest.approx(1) and 1 < reach(beta1, beta, steps) < 1.2
-    assert reach(0.99, 0.95, 7) == float("inf")
+    assert 1.8 < reach(0.98, 0.95, 10_000) < 1.9  # β₁² > mean_beta: cut where the momentum forgets
+    assert reach(0.98, 0.95, 10_000) == reach(0.98, 0.95, 150) > reach(0.98, 0.95, 149)
+    assert reach(0.5, 0.25, 3) == pytest.approx(reach(0.5, 0.25 + 1e-9, 3))

@@ -133,7 +133,7 @@ def test_every_dtype_of_the_state_is_kept(case, dtype):
     for param in params:
         for key, value in optimizer.state[param].items():
             wide = ("sum", "exp_avg", "exp_avg_sq", "momentum_buffer", *getattr(case.cls, "further_state", ()))
-            small = {"step": torch.float32, "blocks": torch.int64, "root_of": torch.bool}
+            small = {"step": torch.float32, "began": torch.float32, "blocks": torch.int64, "root_of": torch.bool}
             expected = arithmetic if key in wide else small.get(key, torch.float64)
             assert value.dtype == expected, key
     others, resumed = start()
