@@ -39,9 +39,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from blockmean._checks import require, require_number
+from blockmean._checks import require, require_adamw, require_betas, require_number
 from blockmean.optim import parts
-from blockmean.optim.adam import require_adamw, require_betas
 from blockmean.optim.forms import FORMS, Rule
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
 from blockmean.optim.optimizer import BlockMeanOptimizer, Work, distinct, given_names
@@ -118,6 +117,7 @@ class Anova(BlockMeanOptimizer):
     entry_state = ("exp_avg", "exp_avg_sq")
     further_state = MEANS_STATE
     statistics_kept = MappingProxyType({})
+    counters = ("step", "began")
     default_blocks = ("tensor", "none")
     works_in_pieces = False
     not_negative = ("lr", "weight_decay", "eps")
