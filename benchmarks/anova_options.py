@@ -8,20 +8,25 @@ kept as records and not repeated; the summary goes to benchmarks/results/anova_o
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
-from rich.progress import track
-
-from blockmean.lab.compare import differences, interval
-from blockmean.lab.environment import environment
+from blockmean.lab.compare import (
+    NO_RUNS,
+    Column,
+    Findings,
+    Stage,
+    Study,
+    differences,
+    diverged,
+    interval,
+    mean_columns,
+    pairs,
+    results_table,
+)
 from blockmean.lab.race import final_loss
-from blockmean.lab.records import run_all
-from blockmean.lab.spec import RunSpec
 from blockmean.lab.tasks import TASKS
+from comparison import arguments, run, save
 
 RATES = {"mlp-raw": 3e-3, "mlp": 3e-3, "autoencoder": 3e-3, "transformer-64": 1e-2}
 SEEDS = (200, 201, 202)
@@ -46,39 +51,42 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def specs(task: str, variant: str) -> list[RunSpec]:
-    arm = {"optimizer": "Anova", "options": {"weight_decay": 0.0, **VARIANTS[variant]}}
-    return [TASKS[task].spec(arm, RATES[task], seed, curve=True) for seed in SEEDS]
+def studies() -> dict[str, Study]:
+    """One per task; for one seed all variants run one after another, so that they share the state of the machine."""
+    arms = {
+        name: {"optimizer": "Anova", "options": {"weight_decay": 0.0, **changed}} for name, changed in VARIANTS.items()
+    }
+    return {
+        name: Study(name, TASKS[name], arms, (rate,), NO_RUNS, Stage(SEEDS, TASKS[name].steps), curve=True)
+        for name, rate in RATES.items()
+    }
+
+
+def summary(found: Findings) -> dict[str, dict[str, Any]]:
+    """For each variant its final losses, the paired difference from the defaults, and the time of its steps."""
+    base, rows = found.results["defaults"], {}
+    for variant, records in found.results.items():
+        change = interval(differences(records, base, final_loss))
+        ratios = [ours / theirs for ours, theirs in pairs(records, base, lambda record: float(record["step_seconds"]))]
+        rows[variant] = {
+            "final_loss": [None if diverged(record) else final_loss(record) for record in records],
+            "difference": change and change._asdict(),
+            "step_time_ratio": round(statistics.median(ratios), 3),
+        }
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data-dir", type=Path, default=None, help="where MNIST and the text are")
-    parser.add_argument("--records", type=Path, default=Path("out/runs"), help="one file per run; none is repeated")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "anova_options.json")
-    options = parser.parse_args()
-    rows: dict[str, dict[str, Any]] = {}
-    for task in TASKS.keys() & RATES.keys():
-        # For one seed all variants run one after another: they share the state of the machine.
-        wanted = [spec for by_seed in zip(*(specs(task, one) for one in VARIANTS), strict=True) for spec in by_seed]
-        done = run_all(wanted, options.records, options.data_dir, options.jobs)
-        found = {RunSpec(**record["spec"]): record for record in track(done, task, total=len(wanted))}
-        base = [found[spec] for spec in specs(task, "defaults")]
-        rows[task] = {}
-        for variant in VARIANTS:
-            own = [found[spec] for spec in specs(task, variant)]
-            change = interval(differences(own, base, final_loss))
-            pairs = [a["step_seconds"] / b["step_seconds"] for a, b in zip(own, base, strict=True)]
-            rows[task][variant] = {
-                "final_loss": [final_loss(record) if record["diverged_at"] is None else None for record in own],
-                "difference": change and change._asdict(),
-                "step_time_ratio": round(statistics.median(pairs), 3),
-            }
-            print(f"{task:16} {variant:24} {rows[task][variant]['final_loss']} {change or '–'}")
+    options = arguments(__doc__, "anova_options").parse_args()
     settings = {"seeds": SEEDS, "rates": RATES, "variants": VARIANTS}
-    record = {"environment": environment(), "settings": settings, "rows": rows}
-    options.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    rows: dict[str, dict[str, Any]] = {}
+    for task, study in studies().items():
+        found = run(study, options)
+        rows[task] = summary(found)
+        save(options, settings=settings, rows=rows)
+        columns = mean_columns(study, found, "defaults", final_loss, "final loss", ".4g", "− the defaults'")
+        columns.append(Column("time of a step", lambda arm, own=rows[task]: f"{own[arm]['step_time_ratio']:.2f}×"))
+        print(f"\n{task}\n\n{results_table(study, found, columns, task).markdown()}")
 
 
 if __name__ == "__main__":

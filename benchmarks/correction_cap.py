@@ -20,4 +20,4 @@ BASELINE = {"coupled, cap 3": "coupled, no cap", "coupled, cap 1": "coupled, no 
 
 if __name__ == "__main__":
     tasks = {"MNIST MLP, raw": TASKS["MNIST MLP, raw"]}
-    main(__doc__.partition("\n")[0], tasks, ARMS, BASELINE, "correction_cap")
+    main(__doc__, tasks, ARMS, BASELINE, "correction_cap")

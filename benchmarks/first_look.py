@@ -9,20 +9,14 @@ to benchmarks/results/first_look.json, the source of the table in docs/optimizer
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
-from blockmean.lab.compare import Column, Findings, Stage, Study, differences, interval, results_table
-from blockmean.lab.environment import environment
-from blockmean.lab.records import WorkerKilled
+from blockmean.lab.compare import Findings, Stage, Study, differences, interval, mean_columns, results_table
 from blockmean.lab.tasks import Task
+from comparison import arguments, run, save
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 TUNING_SEEDS = (100,)
@@ -76,35 +70,20 @@ def summary(found: Findings, baseline: Mapping[str, str]) -> dict[str, Any]:
 
 
 def main(
-    description: str, tasks: Mapping[str, Task], arms: dict[str, dict[str, Any]], baseline: dict[str, str], name: str
+    doc: str, tasks: Mapping[str, Task], arms: dict[str, dict[str, Any]], baseline: dict[str, str], name: str
 ) -> None:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--data-dir", type=Path, default=None, help="where MNIST and CIFAR-10 are")
-    parser.add_argument("--records", type=Path, default=Path("out/runs"), help="one file per run; none is repeated")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"{name}.json")
-    options = parser.parse_args()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options = arguments(doc, name).parse_args()
     settings = {task: {k: v for k, v in asdict(setting).items() if k != "title"} for task, setting in tasks.items()}
-    record: dict[str, Any] = {"environment": environment(), "tasks": settings, "arms": arms, "rows": []}
+    rows: list[dict[str, Any]] = []
     for study in studies(tasks, arms):
-        with Progress() as progress:
-            bar = progress.add_task(study.name, total=study.total_steps())
-            try:
-                study.run(
-                    options.records,
-                    options.data_dir,
-                    options.jobs,
-                    lambda steps, progress=progress, bar=bar: progress.update(bar, completed=steps),
-                )
-            except WorkerKilled as error:
-                raise SystemExit(str(error)) from None
-        found = study.findings(options.records)
-        record["rows"].append({"task": study.name, "arms": summary(found, baseline)})
-        options.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-        columns = [Column("training loss", train_loss, ".4f", "difference from its baseline")]
-        print(f"\n{study.name}\n\n{results_table(study, found, baseline, columns, study.name).markdown()}")
+        found = run(study, options)
+        rows.append({"task": study.name, "arms": summary(found, baseline)})
+        save(options, tasks=settings, arms=arms, rows=rows)
+        columns = mean_columns(
+            study, found, baseline, train_loss, "training loss", ".4f", "difference from its baseline"
+        )
+        print(f"\n{study.name}\n\n{results_table(study, found, columns, study.name).markdown()}")
 
 
 if __name__ == "__main__":
-    main(__doc__.partition("\n")[0], TASKS, ARMS, BASELINE, "first_look")
+    main(__doc__, TASKS, ARMS, BASELINE, "first_look")

@@ -22,7 +22,7 @@ from blockmean import AdaGradBMA, AdamBMA, Anova
 from blockmean.lab.arms import ARMS, Unsuitable, make
 from blockmean.lab.environment import environment, use_threads
 from blockmean.lab.models import MODELS
-from blockmean.lab.tasks import IMAGE_SHAPES, LOSSES, TASKS, make_model
+from blockmean.lab.tasks import DATASETS, LOSSES, TASKS, make_model
 from blockmean.lab.text import CONTEXT, vocabulary
 from timing import interleaved, peak_bytes, ratios, run_alone, summary
 
@@ -107,8 +107,9 @@ def iterations(name: str) -> dict[str, Callable[[], object]]:
     for arm in ("AdamW", "Anova", "SOAP"):
         torch.manual_seed(0)
         model = make_model(task)
-        if task.dataset in IMAGE_SHAPES:
-            x = torch.rand(task.batch, *IMAGE_SHAPES[task.dataset])
+        image = DATASETS[task.dataset].image
+        if image:
+            x = torch.rand(task.batch, *image)
             y = x.flatten(1) if task.loss == "reconstruction" else torch.randint(10, (task.batch,))
         else:
             x, y = torch.randint(vocabulary(task.dataset), (2, task.batch, CONTEXT))

@@ -10,18 +10,14 @@ replacement.)
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from blockmean.lab.compare import Stage, Study, differences, interval
-from blockmean.lab.environment import environment
+from blockmean.lab.compare import NO_RUNS, Stage, Study, differences, interval
 from blockmean.lab.race import final_loss, held_out_loss
-from blockmean.lab.records import run_all
-from blockmean.lab.tasks import PROFILES
+from blockmean.lab.tasks import PROFILES, Task
+from comparison import arguments, run, save
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 SEEDS = (0, 1, 2, 3, 4)
@@ -29,37 +25,34 @@ ARMS: dict[str, dict[str, Any]] = {"AdamW": {"optimizer": "AdamW"}, "AdamBMA": {
 MEASURES = {"held_out": held_out_loss, "train": final_loss}
 
 
+def studies(task: Task) -> dict[float, Study]:
+    """One per rate: nothing is tuned."""
+    final = Stage(SEEDS, task.steps)
+    return {rate: Study(f"lr {rate:g}", task, ARMS, (rate,), NO_RUNS, final, curve=True) for rate in RATES}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data-dir", type=Path, default=None, help="has text/tinyshakespeare.txt")
+    parser = arguments(__doc__, "transformer")
     parser.add_argument("--profile", choices=PROFILES, default="full", help="quick: the text inside Python itself")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--records", type=Path, default=Path("out/runs"), help="one file per run; none is repeated")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "transformer.json")
     options = parser.parse_args()
     task = replace(PROFILES[options.profile]["transformer-64"], steps=options.steps)
-    stage = Stage(SEEDS, task.steps)
-    study = Study("transformer", task, ARMS, RATES, stage, stage, final_loss, curve=True)
-    found: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for record in run_all(study.tuning_specs(), options.records, options.data_dir, options.jobs):
-        spec = record["spec"]
-        found.setdefault((spec["optimizer"], spec["lr"]), []).append(record)
-    setting = {"text": task.dataset, "steps": task.steps, "model": task.model, "batch": task.batch}
-    summary: dict[str, Any] = {"environment": environment(), "setting": setting, "runs": {}, "differences": {}}
-    for (arm, lr), records in sorted(found.items()):
-        for record in records:
-            ends = {name: measure(record) for name, measure in MEASURES.items()}
-            summary["runs"][f"{arm} {lr:g} {record['spec']['seed']}"] = {
-                name: value if math.isfinite(value) else None for name, value in ends.items()
-            }
-    for lr in RATES:
+    runs: dict[str, dict[str, float | None]] = {}
+    gains: dict[str, dict[str, float] | None] = {}
+    for rate, study in studies(task).items():
+        found = run(study, options).results
+        for arm, records in found.items():
+            for record in records:
+                ends = {name: measure(record) for name, measure in MEASURES.items()}
+                runs[f"{arm} {rate:g} {record['spec']['seed']}"] = {
+                    name: value if math.isfinite(value) else None for name, value in ends.items()
+                }
         for name, measure in MEASURES.items():
-            gained = interval(differences(found["AdamBMA", lr], found["AdamW", lr], measure))
-            summary["differences"][f"{name} at {lr:g}"] = gained and gained._asdict()
-            print(f"AdamBMA - AdamW, {name} at {lr:g}: {gained or 'a run diverged'}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
+            gained = interval(differences(found["AdamBMA"], found["AdamW"], measure))
+            gains[f"{name} at {rate:g}"] = gained and gained._asdict()
+            print(f"AdamBMA - AdamW, {name} at {rate:g}: {gained or 'a run diverged'}")
+    setting = {"text": task.dataset, "steps": task.steps, "model": task.model, "batch": task.batch}
+    save(options, setting=setting, runs=runs, differences=gains)
 
 
 if __name__ == "__main__":

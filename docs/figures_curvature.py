@@ -2,7 +2,7 @@
 
 `make docs` draws them, in one or two minutes: one thread and fixed seeds, so that the same machine draws the same
 pictures. Beside them stands curvature.json, the numbers that the page speaks of. The text comes from
-$BLOCKMEAN_DATA/text/tinyshakespeare.txt where that is, and from the manual inside Python itself where not.
+$BLOCKMEAN_DATA/text/tinyshakespeare.txt, or from the manual inside Python itself if that variable is not set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from blockmean import Partition, curvature, plot
 from blockmean.lab import data, models
 from blockmean.lab.environment import use_threads
-from blockmean.lab.text import CharacterTransformer, load_text
+from blockmean.lab.text import CharacterTransformer, read_text
 
 SHAPE = (1, 28, 28)
 CONTEXT = 32  # characters
@@ -85,8 +85,11 @@ def draw(out: Path) -> list[Path]:
     use_threads(1)
     images = data.load("digits")
     digits = images.train, images.train_labels
-    text = load_text(CONTEXT, os.environ.get("BLOCKMEAN_DATA"))
-    name, windows = text.name, (text.inputs, text.targets)
+    dataset, name = (
+        ("shakespeare", "tinyshakespeare") if "BLOCKMEAN_DATA" in os.environ else ("manual", "Python manual")
+    )
+    text = read_text(dataset, context=CONTEXT)
+    windows = text.inputs, text.targets
     tasks: dict[str, tuple[Callable[[], nn.Module], Batch, int, int, float, int]] = {
         # model, samples, how many of them for the matrix, steps, lr, batch
         "small": (lambda: models.small(SHAPE), digits, 1000, 500, 1e-2, 64),

@@ -10,11 +10,12 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from matplotlib.figure import Figure
 
-from blockmean.lab.compare import MedianInterval
+from blockmean.lab.arms import ARMS
+from blockmean.lab.compare import MedianRange, Table, format_number
 from blockmean.lab.paper import PARTS, Outcome, ReportConfig, Verdict
 from blockmean.lab.paper.fig5 import COLOURS, StudyResult, curves, draw, find
 from blockmean.lab.paper.protocol import SMALL_ARMS
@@ -75,16 +76,16 @@ def claims(found: Iterable[Outcome]) -> str:
             rows.append([claim.claim, claim.measured, f"**{claim.verdict}**"])
         elif claim.verdict is not Verdict.HOLDS:
             raise AssertionError(f"{claim.claim}: {claim.measured}")
-    return _table(["claim of the paper", "measured", "verdict"], rows)
+    return Table("", ["claim of the paper", "measured", "verdict"], rows).markdown()
 
 
 def tables(found: Outcome) -> str:
     """All tables of a part."""
-    return "\n\n".join(f"### {table.title}\n\n{_table(table.header, table.rows)}" for table in found.tables)
+    return "\n\n".join(map(_titled, found.tables))
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+def _titled(table: Table) -> str:
+    return f"### {table.title}\n\n{table.markdown()}"
 
 
 def epoch() -> str:
@@ -92,43 +93,76 @@ def epoch() -> str:
     rows = json.loads(EPOCH.read_text())["epochs"]
     columns = list(next(iter(rows.values()))[0])
     cells = [[arm, *(f"{median(row[name] for row in found):.1f}" for name in columns)] for arm, found in rows.items()]
-    return _table(["seconds", *columns], cells)
+    return Table("", ["seconds", *columns], cells).markdown()
 
 
 def race() -> list[TaskResult]:
     """The published race, as far as it has been run."""
-    return [one for one in results(make_race(profile="full"), RACE) if one.arms]
+    return results(make_race(profile="full"), RACE)
 
 
 def race_tables(found: Sequence[TaskResult]) -> str:
     """A table per task, and what is missing."""
-    tables = [table(one) for one in found]
-    parts = [f"### {one.title}\n\n{_table(one.header, one.rows)}" for one in tables]
-    return "\n\n".join([*parts, *(f"- {note}" for note in notes(make_race(profile="full"), found))])
+    return "\n\n".join([*(_titled(table(one)) for one in found if one.arms), *(f"- {note}" for note in notes(found))])
 
 
 def race_brief(found: Sequence[TaskResult]) -> str:
-    """Loss after equal steps, and steps and seconds to AdamW's loss, for a few arms."""
+    """Loss after equal steps, steps and seconds to AdamW's loss, and memory, for a few arms."""
     rivals = SHOWN[1:]
-    header = ["task", *(f"loss, {arm}" for arm in SHOWN)]
-    header += [f"{what}, {arm}" for what in ("steps", "seconds") for arm in rivals]
+    header = [
+        "task",
+        f"loss: {', '.join(SHOWN)}",
+        f"steps: {', '.join(rivals)}",
+        f"seconds: {', '.join(rivals)}, best other",
+        f"bytes per parameter: {', '.join(SHOWN)}",
+    ]
     rows = []
     for one in found:
         if any(arm not in one.arms for arm in SHOWN):
             continue
-        own = [one.arms[arm] for arm in rivals]
-        losses = [_mean(one.arms[arm].final_loss) for arm in SHOWN]
-        ratios = [_times(arm.steps_ratio) for arm in own] + [_times(arm.seconds_ratio) for arm in own]
-        rows.append([one.task.title, *losses, *ratios])
-    return _table(header, rows)
+        shown, own = ([one.arms[arm] for arm in names] for names in (SHOWN, rivals))
+        seconds = [*(_times(one, arm.seconds_ratio) for arm in own), _fastest_other(one)]
+        cells = [
+            [f"{mean(arm.final_loss):.3g}" for arm in shown],
+            [_times(one, arm.steps_ratio) for arm in own],
+            seconds,
+            [f"{arm.bytes_per_parameter:.0f}" for arm in shown],
+        ]
+        rows.append([one.task.title, *map(", ".join, cells)])
+    return Table("", header, rows).markdown()
 
 
-def _mean(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.3g}"
+def _fastest_other(one: TaskResult) -> str:
+    """The arm with the smallest ratio of seconds among those that have no column, controls aside."""
+    ratios = {arm: own.seconds_ratio for arm, own in one.arms.items() if arm not in SHOWN and not ARMS[arm].control}
+    found = {arm: ratio for arm, ratio in ratios.items() if ratio is not None}
+    if not found:
+        return "–"
+    best = min(found, key=lambda arm: found[arm].median)
+    return f"{_times(one, found[best])} ({best})"
 
 
-def _times(ratio: MedianInterval | None) -> str:
-    return "–" if ratio is None else f"{ratio.median:.2f}×".replace("inf×", "∞")
+def _times(one: TaskResult, ratio: MedianRange | None) -> str:
+    return "–" if ratio is None else f"{'≤ ' * one.is_bound}{format_number(ratio.median, '.2f')}"
+
+
+def controls(found: Sequence[TaskResult]) -> str:
+    """What arms that must tie with AdamW seem to win or lose."""
+    header = ["task", "control", "final loss − AdamW's", "verdict", "steps × AdamW's", "seconds × AdamW's"]
+    rows = [
+        [
+            one.task.title,
+            arm,
+            str(own.loss_difference or "–"),
+            own.verdict,
+            str(own.steps_ratio or "–"),
+            str(own.seconds_ratio or "–"),
+        ]
+        for one in found
+        for arm, own in one.arms.items()
+        if ARMS[arm].control
+    ]
+    return Table("", header, rows).markdown() if rows else "No control has run yet."
 
 
 def filled(page: str, contents: Mapping[str, str]) -> str:
@@ -152,7 +186,7 @@ def pages(found: dict[str, Outcome], raced: Sequence[TaskResult]) -> dict[Path, 
             "table4": tables(found["table4"]),
             "epoch": epoch(),
         },
-        RACE_PAGE: {"race": race_tables(raced)},
+        RACE_PAGE: {"controls": controls(raced), "race": race_tables(raced)},
         FRONT: {"race": race_brief(raced)},
     }
     return {page: filled(page.read_text(), own) for page, own in contents.items()}
@@ -162,8 +196,9 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         found, raced = outcomes(Path(folder)), race()
         own = [picture for picture in found["fig5"].pictures if picture.path.name == "fig5-own"]
-        own += [draw_overview(raced, Path(folder) / "race")]
-        own += [draw_task(one, Path(folder) / f"race-{one.name}") for one in raced]
+        ready = [one for one in raced if one.arms]
+        own += [draw_overview(ready, Path(folder) / "race")] if ready else []
+        own += [draw_task(one, Path(folder) / f"race-{one.name}") for one in ready]
         for picture in (*pictures(Path(folder)), *own):
             print(shutil.copy(picture.svg, ROOT / "docs" / "img"))
     for page, text in pages(found, raced).items():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -16,10 +18,14 @@ ROOT = Path(__file__).parent.parent
 
 
 def load(path: str) -> ModuleType:
-    """Import a script that is not part of the package."""
+    """Import a script that is not part of the package; it may import others of its folder, as when it is run."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str((ROOT / path).parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
     return module
 
 
@@ -136,8 +142,6 @@ def test_the_first_look_is_a_study_whose_settings_are_those_of_its_record():
 
 
 def test_the_first_look_is_summarised_from_records(tmp_path: Path):
-    from dataclasses import replace
-
     look = load("benchmarks/first_look.py")
     arms = {arm: look.ARMS[arm] for arm in ("AdamW", "AdamBMA")}
     tiny = replace(look.TASKS["MNIST MLP, raw"], dataset="digits", steps=3)
@@ -155,14 +159,50 @@ def test_the_first_look_is_summarised_from_records(tmp_path: Path):
 def test_the_cost_of_a_step_is_measured_beside_peers():
     command = [sys.executable, str(ROOT / "benchmarks" / "step_cost.py"), "--only", "small", "--repetitions", "2"]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    ratios = {line[27:64].strip(): float(line[64:].split()[0]) for line in lines}
-    assert {"torch AdamW", "AdamBMA", "Anova", "SOAP", "Shampoo"} <= ratios.keys()
-    assert ratios["torch AdamW"] == 1 and min(ratios.values()) > 0
+    cells = [re.fullmatch(r"(.+?) {2,}small +(.+?) +([\d.]+) x (.+)", line).groups() for line in lines]
+    ratios = {(what, name): float(ratio) for what, name, ratio, _ in cells}
+    assert {what for what, _ in ratios} == {"step", "25 steps"} and len(ratios) == len(lines)
+    assert {name for what, name in ratios if what == "25 steps"} == {"AdamW", "Anova", "SOAP", "Shampoo"}
+    assert {"torch AdamW", "AdamBMA", "Anova"} <= {name for what, name in ratios if what == "step"}
+    assert min(ratios.values()) > 0
+    for what, name, ratio, yardstick in cells:
+        assert name != yardstick or float(ratio) == 1, what
+
+
+def test_every_peer_takes_steps_in_a_model_with_hidden_matrices():
+    cost = load("benchmarks/step_cost.py")
+    steps = cost.peer_steps(cost.MODELS["mlp"]((1, 28, 28)))
+    assert list(steps) == ["AdamW", "Anova", "SOAP", "Shampoo", "Muon + AdamW"]
+    steps["Muon + AdamW"]()
 
 
 def test_variants_of_anova_differ_from_the_defaults_in_what_they_are_named_after():
     options = load("benchmarks/anova_options.py")
-    runs = {variant: options.specs("mlp", variant) for variant in options.VARIANTS}
-    assert len({spec.key for own in runs.values() for spec in own}) == len(options.VARIANTS) * len(options.SEEDS)
-    for own in runs.values():
-        assert [spec.seed for spec in own] == list(options.SEEDS) and own[0].optimizer == "Anova"
+    studies = options.studies()
+    assert list(studies) == ["mlp-raw", "mlp", "autoencoder", "transformer-64"]
+    for study in studies.values():
+        specs = study.final_specs(study.findings(ROOT / "nowhere").best)
+        assert len({spec.key for spec in specs}) == len(options.VARIANTS) * len(options.SEEDS)
+        assert {spec.optimizer for spec in specs} == {"Anova"} and {spec.lr for spec in specs} == set(study.rates)
+        assert [spec.seed for spec in specs[:: len(options.VARIANTS)]] == list(options.SEEDS)
+
+
+def test_variants_of_anova_are_summarised_from_records(tmp_path: Path):
+    options = load("benchmarks/anova_options.py")
+    study = options.studies()["mlp"]
+    arms = {name: study.arms[name] for name in ("defaults", "4 means")}
+    tiny = replace(study.task, dataset="digits", steps=3)
+    study = replace(study, task=tiny, arms=arms, final=study.final._replace(seeds=(0, 1), steps=3))
+    study.run(tmp_path, None, jobs=1)
+    rows = options.summary(study.findings(tmp_path))
+    gains = [a - b for a, b in zip(rows["4 means"]["final_loss"], rows["defaults"]["final_loss"], strict=True)]
+    assert rows["4 means"]["difference"]["mean"] == pytest.approx(sum(gains) / 2)
+    assert rows["defaults"]["step_time_ratio"] == 1
+
+
+def test_the_transformer_runs_every_rate_with_every_seed(tmp_path: Path):
+    script = load("benchmarks/transformer.py")
+    studies = script.studies(script.PROFILES["quick"]["transformer-64"])
+    specs = [spec for study in studies.values() for spec in study.final_specs(study.findings(tmp_path).best)]
+    assert len({spec.key for spec in specs}) == 2 * len(script.RATES) * len(script.SEEDS)
+    assert {spec.lr for spec in specs} == set(script.RATES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -41,6 +41,24 @@ def require_number(value: object, name: str, owner: str, *, positive: bool = Fal
 def require_choice(value: object, allowed: Sequence[str], name: str, owner: str) -> None:
     """Raise unless `value` is one of the allowed words."""
     require(value in allowed, name, owner, f"one of {', '.join(map(repr, allowed))}", value)
+
+
+def require_betas(betas: object, owner: str) -> None:
+    """Raise unless these are the two decays of Adam."""
+    values = betas if isinstance(betas, tuple | list) else (None,)
+    expected = "two numbers in [0, 1)"
+    require(all(isinstance(beta, int | float) for beta in values), "betas", owner, expected, betas, TypeError)
+    require(len(values) == 2 and all(0 <= beta < 1 for beta in values), "betas", owner, expected, betas)
+
+
+def require_adamw(group: Mapping[str, Any], owner: str) -> None:
+    """Raise if a group, perhaps one of torch's Adam, has an option that AdamW's decoupled step cannot follow."""
+    require(not group.get("amsgrad"), "amsgrad", owner, "False: it has no such form", group.get("amsgrad"))
+    if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+        raise ValueError(
+            f"The checkpoint is one of Adam with coupled weight decay, and {owner} has only the decoupled one of "
+            "AdamW. Set its 'weight_decay' to 0, or train on with Adam."
+        )
 
 
 def require_last(x: Tensor, length: int, name: str, owner: str, what: str) -> None:

@@ -35,14 +35,15 @@ def test_a_race_runs_resumes_and_redraws(tmp_path: Path):
     result = race(*arguments)
     assert result.exit_code == 0, result.output
     records = sorted((tmp_path / "records" / "mlp-raw").iterdir())
-    assert len(records) == 2 * (4 + 2)
+    assert len(records) == 2 * (4 + 2) + 2  # and two runs that set the target
     for name in ("AdamW", "AdamBMA", "Digits MLP, raw pixels, 20 steps: target", str(tmp_path / "race.json")):
         assert name in result.output
     found = json.loads((tmp_path / "race.json").read_text())
     task = found["tasks"]["mlp-raw"]
     assert set(task["arms"]) == {"AdamW", "AdamBMA"}
     tuned = task["tuned"]["AdamW"]
-    assert task["target"] == min(tuned.values())
+    assert task["target_runs"][0] == min(tuned.values())
+    assert task["target"] == pytest.approx(sum(task["target_runs"]) / 3)
     assert f"{task['arms']['AdamW']['rate']:g}" == min(tuned, key=tuned.__getitem__)
     assert found["environment"]["torch"]
     assert {"race.png", "race.svg", "race-mlp-raw.png", "race-mlp-raw.svg"} <= {p.name for p in tmp_path.iterdir()}
@@ -103,7 +104,7 @@ def test_a_missing_package_is_named_in_one_line(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(importlib, "import_module", without)
     result = race("--arms", "SOAP,Kron", "--out", str(tmp_path / "out"))
     assert result.exit_code == 1
-    assert result.output == "`blockmean bench race` needs pytorch_optimizer: pip install 'blockmean[race]'\n"
+    assert result.output == "`blockmean bench race` needs pytorch_optimizer. In a checkout: pip install '.[race]'\n"
     assert not (tmp_path / "out").exists()
 
 

@@ -386,7 +386,7 @@ def test_without_typer_the_message_names_the_extra(monkeypatch: pytest.MonkeyPat
     without("typer", monkeypatch)
     for name in [name for name in sys.modules if name.startswith("blockmean.cli")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(SystemExit, match=r"needs typer: pip install 'blockmean\[lab\]'"):
+    with pytest.raises(SystemExit, match=r"needs typer\. In a checkout: pip install '\.\[lab\]'"):
         importlib.import_module("blockmean.cli")
 
 
@@ -396,7 +396,7 @@ def test_without_scipy_the_message_names_the_extra(monkeypatch: pytest.MonkeyPat
     without("scipy", monkeypatch)
     result = run(cli.app, ["reproduce"])
     assert result.exit_code == 1
-    assert "needs scipy: pip install 'blockmean[lab]'" in str(result.exception) + result.output
+    assert "needs scipy. In a checkout: pip install '.[lab]'" in str(result.exception) + result.output
 
 
 def test_as_a_user_calls_it(tmp_path: Path):

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import scipy.stats
 
-from blockmean.lab.compare import Interval, Stage, Study, differences, interval
+from blockmean.lab.compare import NO_RUNS, Interval, Stage, Study, differences, interval, results_table
 from blockmean.lab.paper.protocol import studies
 from blockmean.lab.records import write
 from blockmean.lab.tasks import Task, steps_per_epoch
@@ -96,6 +96,19 @@ def test_differences_are_taken_between_equal_seeds():
     found = differences([ours[2], ours[0], ours[1]], theirs, lambda record: record["train_loss"])
     assert found == [2.6 - 3.0, 0.5 - 1.0, 1.7 - 2.0]
     assert differences(ours[:2], theirs[1:], lambda record: math.inf) == [0.0]
+
+
+def test_without_tuning_every_arm_runs_its_only_rate(tmp_path):
+    study = replace(STUDY, rates={"diag": (0.1,), "BMA": (0.01,)}, tuning=NO_RUNS)
+    assert study.tuning_specs() == []
+    study.run(tmp_path, None, jobs=1)
+    found = study.findings(tmp_path)
+    assert study.is_complete(tmp_path)
+    assert found.best == {"diag": 0.1, "BMA": 0.01}
+    assert [len(records) for records in found.results.values()] == [2, 2]
+    assert [row[:3] for row in results_table(study, found, [], "").rows] == [["diag", "0.1", "2"], ["BMA", "0.01", "2"]]
+    with pytest.raises(ValueError, match=r"Without tuning every arm has one rate. Got another number for diag, BMA"):
+        replace(STUDY, tuning=NO_RUNS)
 
 
 def test_the_papers_protocol():

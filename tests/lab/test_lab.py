@@ -16,10 +16,10 @@ import torch
 
 import blockmean
 from blockmean.lab import arms, environment, records, tasks, train
-from blockmean.lab.data import Images, load
+from blockmean.lab.data import load
 from blockmean.lab.models import MODELS
 from blockmean.lab.spec import RunSpec
-from blockmean.lab.tasks import steps_per_epoch
+from blockmean.lab.tasks import Data, steps_per_epoch
 from blockmean.lab.train import _batches, run
 
 REAL_DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -85,7 +85,7 @@ def test_steps_per_epoch_are_those_of_the_data(dataset):
 def test_batches_go_through_every_image_once_an_epoch_and_mirror_half_of_them():
     count, width = 12, 4
     pictures = torch.arange(count * width).view(count, 1, 1, width).float()
-    images = Images(pictures, torch.arange(count), pictures, torch.arange(count))
+    images = Data(pictures, torch.arange(count), pictures, torch.arange(count))
     spec = replace(SPEC, batch=5, steps=40, flip=True)
     batches = list(_batches(images, spec))
     assert len(batches) == 40

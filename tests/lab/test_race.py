@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,9 +11,8 @@ from torch import nn
 
 from blockmean.lab import arms, tasks, train
 from blockmean.lab.arms import ARMS, BASELINE, Unsuitable, hidden_matrices, make, state_bytes
-from blockmean.lab.compare import MedianInterval, bootstrap_median
+from blockmean.lab.compare import MedianRange, median_range
 from blockmean.lab.race import (
-    Race,
     final_loss,
     make_race,
     missing_packages,
@@ -27,7 +27,7 @@ from blockmean.lab.race import (
 from blockmean.lab.race_pictures import draw_overview, draw_task
 from blockmean.lab.records import UnusableRecord, read_strictly, write
 from blockmean.lab.tasks import PROFILES, TASKS, evaluate, load_data, make_model
-from blockmean.lab.text import CharacterTransformer
+from blockmean.lab.text import WINDOWS, CharacterTransformer, read_text
 from blockmean.lab.train import run, time_marks
 
 QUICK = PROFILES["quick"]
@@ -71,7 +71,7 @@ def test_every_task_has_a_model_that_fits_its_loss(name):
     if task.dataset == "shakespeare":
         inputs, targets = torch.randint(65, (2, 64)), torch.randint(65, (2, 64))
     else:
-        inputs = torch.rand(2, *tasks.IMAGE_SHAPES[task.dataset])
+        inputs = torch.rand(2, *tasks.DATASETS[task.dataset].image)
         targets = inputs.flatten(1) if task.loss == "reconstruction" else torch.tensor([3, 7])
     loss = tasks.LOSSES[task.loss]
     found = evaluate(model, loss, inputs, targets)
@@ -102,7 +102,8 @@ def test_the_last_tenth_of_a_text_is_held_out():
     data = load_data(QUICK["transformer-64"])
     assert (len(data.train), len(data.test)) == (5400, 600)
     assert torch.equal(data.train[0, 1:], data.train_targets[0, :-1])
-    assert tasks.TRAINING_EXAMPLES["shakespeare"] == 15_685
+    for name, windows in WINDOWS.items():
+        assert tasks.DATASETS[name].examples == 9 * windows // 10
 
 
 def test_missing_text_is_named_in_words(tmp_path, monkeypatch):
@@ -111,6 +112,39 @@ def test_missing_text_is_named_in_words(tmp_path, monkeypatch):
         tasks.verify_data(TASKS["transformer-64"])
     with pytest.raises(FileNotFoundError, match=r"does not have it.*--profile quick"):
         tasks.verify_data(TASKS["transformer-64"], tmp_path)
+
+
+def test_another_text_is_refused(tmp_path):
+    path = tmp_path / "text" / "tinyshakespeare.txt"
+    path.parent.mkdir()
+    path.write_bytes(b"First Citizen:\n")
+    with pytest.raises(
+        ValueError, match=r"tinyshakespeare.txt has only 15 bytes instead of 1115394. Put the 1,115,394"
+    ):
+        tasks.verify_data(TASKS["transformer-64"], tmp_path)
+    path.write_bytes(b"x" * 1_115_394)
+    with pytest.raises(ValueError, match=r"the sha256 checksum [0-9a-f]{64} instead of 86c4e6aa9d.*data set\. Put the"):
+        tasks.verify_data(TASKS["transformer-64"], tmp_path)
+
+
+@pytest.mark.skipif("BLOCKMEAN_DATA" not in os.environ, reason="needs tiny Shakespeare")
+def test_shakespeare_has_the_windows_and_the_characters_that_models_are_made_for():
+    text = read_text("shakespeare")
+    assert text.vocabulary == 65
+    assert text.inputs.shape == text.targets.shape == (17_428, 64)
+    assert text.inputs[0, :5].tolist() == [18, 47, 56, 57, 58]  # "First"
+
+
+def test_windows_of_another_length_cover_the_same_text():
+    long, short = read_text("manual"), read_text("manual", context=32)
+    assert torch.equal(long.inputs.flatten(), short.inputs.flatten())
+    assert torch.equal(short.inputs[:, 1:], short.targets[:, :-1])
+
+
+def test_a_manual_that_is_too_short_is_refused(monkeypatch):
+    monkeypatch.setitem(WINDOWS, "manual", 10**6)
+    with pytest.raises(ValueError, match=r"The manual inside this Python has \d+ characters; 64000001 are needed"):
+        read_text("manual", context=16)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +268,16 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest():
     assert state_bytes(optimizer) >= 4 * matrices
 
 
+def test_an_older_torch_without_muon_is_named(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match=r"^Muon needs torch 2\.9 or newer\. This is torch "):
+        make("MuonAdamW", CharacterTransformer(20, width=16, layers=1, context=8), 0.1, {})
+
+
+def test_controls_are_those_that_must_tie_with_adamw():
+    assert [name for name, arm in ARMS.items() if arm.control] == ["AdamW again", "Anova means=0"]
+
+
 @pytest.mark.skipif(not PEERS_HERE, reason="needs the extra `race`")
 def test_options_that_a_peer_would_swallow_are_refused():
     with pytest.raises(ValueError, match=r"SOAP has no option precondition_every\. It has params, lr, betas"):
@@ -303,26 +347,29 @@ def test_seconds_are_interpolated_between_percents():
     assert seconds_after(record, 200) == 200.0
 
 
-def test_the_bootstrap_counts_misses_as_infinite_and_is_the_same_every_time():
-    assert bootstrap_median([0.5]) is None
-    found = bootstrap_median([0.5, 0.6, 0.7, 0.8, math.inf])
-    assert found == bootstrap_median([0.5, 0.6, 0.7, 0.8, math.inf])
-    assert found.median == 0.7
-    assert found.low == 0.5
-    assert found.high == math.inf
+def test_a_median_counts_misses_as_infinite_and_has_the_range_beside_it():
+    assert median_range([0.5]) is None
+    found = median_range([0.7, 0.5, math.inf, 0.6, 0.8])
+    assert found == MedianRange(0.7, 0.5, math.inf)
     assert str(found) == "0.70 (0.50–∞)"
-    assert bootstrap_median([1.0, math.inf]) == MedianInterval(math.inf, 1.0, math.inf)
+    assert median_range([1.0, math.inf]) == MedianRange(math.inf, 1.0, math.inf)
 
 
-def by_hand(tmp_path, finals, seeds=5, tuning=None):
-    """A race of one task with chosen losses per arm and seed; None diverges. All arms prefer their third rate."""
+def by_hand(tmp_path, finals, seeds=5, tuning=None, target=(1.0, 1.0)):
+    """A race of one task with chosen losses per arm and seed; None diverges. All arms prefer their third rate.
+
+    `target`: the losses of the further runs that set the target, beside the 1.0 of the tuning run.
+    """
     race = make_race(["mlp-raw"], list(finals), "quick", seeds, steps=40)
     study = race.studies()["mlp-raw"]
     for arm, values in finals.items():
         best = (tuning or {}).get(arm, study.rates_of(arm)[2])
         for spec in study.specs(arm, study.rates_of(arm), study.tuning):
             write(tmp_path / "mlp-raw", spec, record_of(spec, falling(1.0 if spec.lr == best else 2.0)))
-        for spec, end in zip(study.specs(arm, [best], study.final), values, strict=False):
+        further = study.target_specs({arm: best})
+        ends = [*zip(further, target, strict=False)]
+        ends += [*zip(study.specs(arm, [best], study.final), values, strict=False)]
+        for spec, end in ends:
             losses = falling(1.0)[:7] if end is None else falling(end)
             changed = {"train_loss": None, "epochs": []} if end is None else {}
             write(tmp_path / "mlp-raw", spec, record_of(spec, losses, 1.0 if arm == BASELINE else 3.0, **changed))
@@ -352,14 +399,23 @@ def test_ratios_misses_and_differences_are_paired_by_seed(tmp_path):
     assert ours.loss_difference is None  # one run diverged
     assert ours.verdict == "worse"  # it is infinitely bad
     assert nadam.misses == 5
-    assert nadam.steps_ratio == MedianInterval(math.inf, math.inf, math.inf)
+    assert nadam.steps_ratio == MedianRange(math.inf, math.inf, math.inf)
     assert nadam.loss_difference.mean == pytest.approx(3.0 - sum(AHEAD) / 5)
     assert nadam.verdict == "worse"
     assert (adamw.steps_ratio, adamw.verdict) == (None, "no verdict")
-    rows = {row[0]: row for row in table(one).rows}
+    shown = table(one)
+    assert shown.title == "Digits MLP, raw pixels, 40 steps: target 1"
+    rows = {row[0]: row for row in shown.rows}
+    assert list(rows) == [BASELINE, "NAdam", "AdamBMA"]  # the best final loss first; a run that diverged is infinite
     assert rows["NAdam"][2] == "5, 5 missed"
-    assert rows["NAdam"][5:9] == ["∞", "∞ (∞–∞)", "∞", "∞ (∞–∞)"]
-    assert rows["AdamBMA"][2] == "5, 1 missed, 1 diverged"
+    assert shown.header[3:11] == [
+        "final loss", "− AdamW's", "verdict", "steps to target", "× AdamW's", "seconds to target", "× AdamW's",
+        "iteration × AdamW's",
+    ]  # fmt: skip
+    assert rows["NAdam"][3] == "3" and rows["NAdam"][4].startswith("+2.03")
+    assert rows["NAdam"][5:11] == ["worse", "∞", "∞ (∞–∞)", "∞", "∞ (∞–∞)", "3.00 (3.00–3.00)"]
+    assert rows[BASELINE][4:11] == ["–", "–", "39", "–", "39", "–", "–"]
+    assert rows["AdamBMA"][2:5] == ["5, 1 missed, 1 diverged", "∞", "–"]
     plain = summary(race, [one])
     json.dumps(plain, allow_nan=False)
     assert plain["tasks"]["mlp-raw"]["arms"]["NAdam"]["steps"] == [None] * 5
@@ -370,7 +426,45 @@ def test_where_adamw_misses_its_whole_run_counts(tmp_path):
     race = by_hand(tmp_path, {BASELINE: [0.9, 5.0, 0.9], "AdamBMA": [0.9, 0.9, 0.9]}, seeds=3)
     (one,) = results(race, tmp_path)
     assert one.arms[BASELINE].misses == 1
-    assert one.arms["AdamBMA"].steps_ratio == MedianInterval(1.0, 38 / 40, 1.0)
+    assert one.arms["AdamBMA"].steps_ratio == MedianRange(1.0, 38 / 40, 1.0)
+    shown = table(one)
+    assert shown.title.endswith("target 1, missed by AdamW with 1 of 3 seeds")
+    assert shown.rows[0][7] == "≤ 1.00 (0.95–1.00)"  # it would have taken AdamW longer
+
+
+def test_where_both_miss_the_ratio_is_infinite(tmp_path):
+    race = by_hand(tmp_path, {BASELINE: [0.9, 5.0, 0.9], "AdamBMA": [0.9, 5.0, 0.9]}, seeds=3)
+    (one,) = results(race, tmp_path)
+    assert one.arms["AdamBMA"].steps_ratio == MedianRange(1.0, 1.0, math.inf)
+
+
+def test_the_target_is_the_mean_of_three_runs_of_adamw(tmp_path):
+    race = by_hand(tmp_path, {BASELINE: AHEAD, "AdamBMA": AHEAD}, target=(1.2, 1.1))
+    (one,) = results(race, tmp_path)
+    assert one.target == pytest.approx(1.1)
+    assert [record["spec"]["seed"] for record in one.findings.target] == [100, 101, 102]
+    study = one.study
+    assert study.is_complete(tmp_path / "mlp-raw")
+    assert {(spec.optimizer, spec.lr) for spec in study.target_specs(one.findings.best)} == {("AdamW", 1e-2)}
+    assert study.total_steps() == 40 * (8 + 2 + 10)
+    for tuned, further in ((2, (102,)), (3, ()), (5, ())):
+        (study,) = make_race(["mlp-raw"], [BASELINE], "quick", tuning_seeds=tuned).studies().values()
+        assert study.target.seeds == further
+
+
+@pytest.mark.parametrize("target", [(1.0,), (1.0, None)])
+def test_without_a_target_losses_are_shown_and_the_runs_that_set_it_are_missed(tmp_path, target):
+    race = by_hand(tmp_path, {BASELINE: AHEAD, "AdamBMA": [0.5] * 5}, target=target)
+    (one,) = results(race, tmp_path)
+    assert one.target is None
+    assert one.study.is_complete(tmp_path / "mlp-raw") == (len(target) == 2)
+    assert notes([one]) == ["mlp-raw: no target yet. AdamW has 2 of the 3 runs that set it."]
+    shown = table(one)
+    assert shown.title.endswith(": no target yet")
+    (ours,) = (row for row in shown.rows if row[0] == "AdamBMA")
+    assert ours[2:4] == ["5", "0.5"] and ours[5:11] == ["better", "–", "–", "–", "–", "3.00 (3.00–3.00)"]
+    json.dumps(summary(race, [one]), allow_nan=False)
+    assert draw_task(one, tmp_path / "task").png.exists()
 
 
 def test_the_control_is_paired_although_its_seeds_are_others(tmp_path):
@@ -378,7 +472,7 @@ def test_the_control_is_paired_although_its_seeds_are_others(tmp_path):
     (one,) = results(race, tmp_path)
     again = one.arms["AdamW again"]
     assert again.seeds == [1000, 1001, 1002, 1003, 1004]
-    assert again.steps_ratio == MedianInterval(1.0, 1.0, 1.0)
+    assert again.steps_ratio == MedianRange(1.0, 1.0, 1.0)
     assert (again.loss_difference.mean, again.verdict) == (0.0, "within noise")
 
 
@@ -389,25 +483,27 @@ def test_a_best_rate_at_the_edge_is_marked(tmp_path):
 
 
 def test_half_a_race_is_shown_and_what_is_missing_is_named(tmp_path):
-    race = by_hand(tmp_path, {BASELINE: AHEAD, "AdamBMA": [0.5, 0.4]})
+    by_hand(tmp_path, {BASELINE: AHEAD, "AdamBMA": [0.5, 0.4]})
     full = make_race(["mlp-raw", "mlp"], [BASELINE, "AdamBMA", "NAdam"], "quick", steps=40)
     one, other = results(full, tmp_path)
     assert list(one.arms) == [BASELINE, "AdamBMA"]
     assert one.missing == ["NAdam"]
     assert (other.target, other.arms) == (None, {})
-    assert notes(full, [one, other]) == [
+    assert notes([one, other]) == [
         "mlp-raw: no final runs yet of NAdam.",
+        "mlp: no target yet. AdamW has 0 of the 3 runs that set it.",
         "mlp: no final runs yet of AdamW; NAdam; AdamBMA.",
     ]
     assert {row[0]: row[2] for row in table(one).rows} == {BASELINE: "5", "AdamBMA": "2 of 5"}
-    assert isinstance(race, Race)
     picture = draw_task(one, tmp_path / "task")
     assert "Not run yet: NAdam." in picture.caption
     overview = draw_overview([one], tmp_path / "overview")
     assert "No runs of SOAP" in overview.caption
     for drawn in (picture, overview):
         assert drawn.png.stat().st_size > 5000
-        assert "AdamBMA" in drawn.svg.read_text() or drawn.svg.stat().st_size > 5000
+        text = drawn.svg.read_text()  # matplotlib leaves the text of a legend beside its outlines, as a comment
+        assert all(f"<!-- {label} -->" in text for label in (BASELINE, "AdamBMA", "target"))
+        assert "<!-- NAdam -->" not in text
 
 
 def test_an_arm_that_diverges_with_every_rate_is_named(tmp_path):
@@ -415,7 +511,7 @@ def test_an_arm_that_diverges_with_every_rate_is_named(tmp_path):
     study = race.studies()["mlp-raw"]
     for spec in study.specs("AdamBMA", study.rates_of("AdamBMA"), study.tuning):
         write(tmp_path / "mlp-raw", spec, record_of(spec, [1.0, 2.0], train_loss=None, epochs=[]))
-    assert notes(race, results(race, tmp_path)) == ["mlp-raw: AdamBMA diverged with every rate."]
+    assert notes(results(race, tmp_path)) == ["mlp-raw: AdamBMA diverged with every rate."]
 
 
 # What is run, and in which order

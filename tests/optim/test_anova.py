@@ -329,10 +329,27 @@ def test_another_number_of_means_starts_them_over_and_keeps_the_moments():
     averages = [state[name][None] for name in parts.AVERAGES]
     parts.join_(whole, state["units"][None], state["inputs"][None], averages)
     torch.testing.assert_close(whole[0], 0.8 * moment)
+
+
+def test_without_means_the_moments_become_whole_again():
+    """Average squares add up as if all parts were independent: v = v_E + c (U∘² v_K V∘²ᵀ + v_R V∘²ᵀ + U∘² v_L)."""
+    param = parameter((9, 12))
+    grads = list(gradients((9, 12), 7))
+    optimizer = run(param, grads[:6], means=(3, 4))
+    state = {name: value.clone() for name, value in optimizer.state[param].items()}
+    U2, V2 = state["units"].square(), state["inputs"].mT.square()
+    of_means = U2 @ state["grand_sq"] @ V2.mT + state["unit_sq"] @ V2.mT + U2 @ state["input_sq"]
+    # The averages of means forget faster; c makes their weights add up to those of the remainder.
+    share = (1 - 0.95**6) / (1 - 0.9**6)
     optimizer.param_groups[0]["means"] = 0
-    param.grad = grads[7].clone()
+    param.grad = grads[6].clone()
     optimizer.step()
-    assert param.isfinite().all()
+    after = optimizer.state[param]
+    square = state["exp_avg_sq"] + share * of_means
+    torch.testing.assert_close(after["exp_avg_sq"], 0.95 * square + 0.05 * grads[6].square())
+    moment = sum(0.2 * 0.8 ** (6 - t) * grad for t, grad in enumerate(grads))
+    torch.testing.assert_close(after["exp_avg"], moment)
+    assert after.keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_auto_takes_twice_the_root_of_the_shorter_side():

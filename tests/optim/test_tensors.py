@@ -79,12 +79,16 @@ def test_a_model_may_change_its_dtype_between_steps(case):
     train(model, optimizer, range(2, 4))
     reference, plain = pair(case)
     train(reference, plain, 4)
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+    for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert param.dtype == torch.float64
-        # float32 rounding of two steps, multiplied by at most floor^-½ = 100 in the full matrix; with a mean for every
-        # class, the sum of their gradients is pure rounding error, and takes up to a sixteenth of a step of 0.05
-        atol = 0.05 / 16 if case.id == "anova-all_units" else 2e-5
-        torch.testing.assert_close(param.detach().float(), expected.detach(), rtol=0, atol=atol)
+        found, expected = param.detach().float(), expected.detach()
+        if case.id == "anova-all_units" and name == "head.weight":
+            # Gradients of a softmax add up to zero over the classes. With a mean for each of them, that sum has an Adam
+            # of its own and is pure rounding error, which ν keeps to a sixteenth of a step; it differs between dtypes.
+            torch.testing.assert_close(found.mean(0), expected.mean(0), rtol=0, atol=0.05 / 16)
+            found, expected = found - found.mean(0), expected - expected.mean(0)
+        # float32 rounding of two steps, multiplied by at most floor^-½ = 100 in the full matrix
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
 # -------------------------------------------------------------------- strides and shapes
@@ -192,9 +196,8 @@ def test_sparse_gradients_are_refused_before_anything_has_changed(case):
     optimizer = case([("other", other), ("table", table.weight)])
     before = snapshot(optimizer)
     (table(torch.tensor([1])) * other).sum().backward()
-    with pytest.raises(
-        RuntimeError, match=f"^{case.owner} does not support sparse gradients. 'table' has one. .*sparse=False"
-    ):
+    message = f"^{case.owner} does not support sparse gradients. 'table' has one. Make its layer with sparse=False.$"
+    with pytest.raises(RuntimeError, match=message):
         optimizer.step()
     assert_same(snapshot(optimizer), before)
     assert not optimizer.state

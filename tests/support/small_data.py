@@ -33,7 +33,7 @@ def contents_of(source: Source) -> dict[str, bytes]:
 
 def with_checksums(source: Source, contents: Mapping[str, bytes]) -> Source:
     return replace(
-        source, files={name: replace(source.files[name], md5=md5(content)) for name, content in contents.items()}
+        source, files={name: replace(source.files[name], checksum=md5(content)) for name, content in contents.items()}
     )
 
 

@@ -12,7 +12,7 @@ try:
     import typer
     from rich.console import Console
 except ModuleNotFoundError as missing:  # the core needs torch alone
-    raise SystemExit(f"The command line needs {missing.name}: pip install 'blockmean[lab]'") from missing
+    raise SystemExit(f"The command line needs {missing.name}. In a checkout: pip install '.[lab]'") from missing
 
 from blockmean import __version__
 
@@ -35,7 +35,9 @@ def readable_errors(command: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as missing:
-        raise SystemExit(f"`blockmean {command}` needs {missing.name}: pip install 'blockmean[lab]'") from missing
+        raise SystemExit(
+            f"`blockmean {command}` needs {missing.name}. In a checkout: pip install '.[lab]'"
+        ) from missing
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
 

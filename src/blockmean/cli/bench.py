@@ -66,24 +66,25 @@ def race(
 ) -> None:
     """Race optimizers: steps and seconds to AdamW's training loss, and the loss after equal steps.
 
-    Every arm tries four learning rates; its best one runs with fresh seeds. Finished runs are kept as records and not
-    repeated: stop with Ctrl-C at any time, and run the same command again to resume.
+    Every arm tries four learning rates; its best one runs with fresh seeds. AdamW's best rate also runs with further
+    tuning seeds, which set the target. Finished runs are kept as records and not repeated: stop with Ctrl-C at any
+    time, and run the same command again to resume.
     """
     with readable_errors("bench race"):
         from blockmean.lab.arms import ARMS
         from blockmean.lab.race import make_race, missing_packages
         from blockmean.lab.records import WorkerKilled
-        from blockmean.lab.tasks import PROFILES, verify_data
+        from blockmean.lab.tasks import verify_data
 
-        if profile not in PROFILES:
-            raise ValueError(f"profile must be one of {', '.join(PROFILES)}. Got {profile!r} instead.")
         if list_all:
             _list(profile)
             return
         chosen = _names(arms)
         missing = missing_packages(arm for arm in ARMS if chosen is None or arm in chosen)
         if missing:
-            raise SystemExit(f"`blockmean bench race` needs {' and '.join(missing)}: pip install 'blockmean[race]'")
+            raise SystemExit(
+                f"`blockmean bench race` needs {' and '.join(missing)}. In a checkout: pip install '.[race]'"
+            )
         found = make_race(_names(tasks), chosen, profile, seeds, tuning_seeds, steps)
         records = records or out / "records"
         for folder in (out, records):
@@ -103,7 +104,7 @@ def race(
     except WorkerKilled as error:
         errors.print(str(error), soft_wrap=True)
         raise typer.Exit(1) from None
-    _show(found, _write(found, records, out), out)
+    _show(_write(found, records, out), out)
 
 
 def _names(given: str | None) -> list[str] | None:
@@ -113,9 +114,9 @@ def _names(given: str | None) -> list[str] | None:
 def _list(profile: str) -> None:
     """Print the tasks of a profile and the arms with their rates."""
     from blockmean.lab.arms import ARMS
-    from blockmean.lab.tasks import PROFILES
+    from blockmean.lab.race import tasks_of
 
-    for name, task in PROFILES[profile].items():
+    for name, task in tasks_of(profile).items():
         print(f"task  {name:20} {task.title}: {task.steps} steps of batch {task.batch}")
     for name, arm in ARMS.items():
         rates = ", ".join(f"{rate:g}" for rate in arm.rates)
@@ -161,17 +162,18 @@ def _write(race: Race, records: Path, out: Path) -> list[TaskResult]:
     return found
 
 
-def _show(race: Race, found: list[TaskResult], out: Path) -> None:
+def _show(found: list[TaskResult], out: Path) -> None:
     from blockmean.lab.race import notes, table
 
     for one in found:
         if one.arms:
             console.print(_rich(table(one)))
-    for note in notes(race, found):
+    for note in notes(found):
         console.print(note, soft_wrap=True)
     console.print(
-        "Ratios are medians over paired seeds with a bootstrap 95% interval, differences means with a 95% t interval; "
-        "∞: the target was missed; edge: the best rate is the largest or smallest tried.",
+        "Ratios are medians over paired seeds with their range, differences means with a 95% t interval; ∞: the target "
+        "was missed; ≤: AdamW missed it with some seeds, and its whole run counts; edge: the best rate is the largest "
+        "or smallest tried.",
         style="dim",
     )
     for path in (out / "race.json", *sorted(out.glob("race*.png"))):

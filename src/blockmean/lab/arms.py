@@ -32,7 +32,6 @@ OPTIMIZERS: dict[str, Make] = {
 PEERS = {
     "SOAP": "pytorch_optimizer",
     "ScalableShampoo": "pytorch_optimizer",
-    "Shampoo": "pytorch_optimizer",
     "Kron": "pytorch_optimizer",
     "Alice": "pytorch_optimizer",
     "AdamWScheduleFree": "schedulefree",
@@ -59,6 +58,8 @@ class MuonAdamW(torch.optim.Optimizer):
         matrices, others = hidden_matrices(model)
         if not matrices:
             raise Unsuitable("Muon takes matrices of hidden layers, and this model has none.")
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"Muon needs torch 2.9 or newer. This is torch {torch.__version__}.")
         self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         self.adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay)
         super().__init__([*matrices, *others], {"lr": lr, "weight_decay": weight_decay})
@@ -168,6 +169,8 @@ class Arm:
     seed_shift: int = 0
     """Added to every seed: then initial weights and batches are others."""
     colour: str = "0.5"
+    control: bool = False
+    """Whether it must tie with AdamW."""
 
     def settings(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer, "options": self.options}
@@ -177,11 +180,11 @@ BASELINE = "AdamW"
 NO_DECAY = {"weight_decay": 0.0}
 ARMS = {
     BASELINE: Arm("AdamW", NO_DECAY, colour="0.2"),
-    "AdamW again": Arm("AdamW", NO_DECAY, seed_shift=1000, colour="0.65"),
+    "AdamW again": Arm("AdamW", NO_DECAY, seed_shift=1000, colour="0.65", control=True),
     "NAdam": Arm("NAdam", NO_DECAY, colour="tab:brown"),
     "AdamBMA": Arm("AdamBMA", NO_DECAY, colour="tab:blue"),
     "Anova": Arm("Anova", NO_DECAY, colour="tab:red"),
-    "Anova means=0": Arm("Anova", {**NO_DECAY, "means": 0}, colour="lightcoral"),
+    "Anova means=0": Arm("Anova", {**NO_DECAY, "means": 0}, colour="lightcoral", control=True),
     "Muon + AdamW": Arm("MuonAdamW", NO_DECAY, colour="tab:purple"),
     "SOAP": Arm("SOAP", NO_DECAY, colour="tab:green"),
     "Shampoo": Arm(
@@ -195,7 +198,7 @@ ARMS = {
     "Alice": Arm("Alice", NO_DECAY, rates=(2e-3, 6e-3, 2e-2, 6e-2), colour="tab:cyan"),
     "Schedule-Free": Arm("AdamWScheduleFree", NO_DECAY, rates=(3e-3, 1e-2, 3e-2, 1e-1), colour="tab:pink"),
 }
-"""The arms of the race; adding one is adding a row. All use the options their authors recommend, and no weight decay.
+"""The arms of the race; adding one is adding a row. All use the defaults of their authors, but for what is given here.
 
 "AdamW again" is AdamW with other seeds, tuned again: what it seems to win or lose is noise. "Anova means=0" is Anova
 with its correction switched off, and must tie.

@@ -15,7 +15,6 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from scipy.stats import t as student
 
 from blockmean.lab.records import UnusableRecord, read_strictly, run_all
@@ -40,6 +39,9 @@ class Stage(NamedTuple):
     steps: int
 
 
+NO_RUNS = Stage((), 0)
+
+
 class Findings(NamedTuple):
     """What the records of a study say."""
 
@@ -51,6 +53,8 @@ class Findings(NamedTuple):
     """Per arm the records of its best rate with the fresh seeds, in their order."""
     every: list[Record]
     """All records of the study."""
+    target: list[Record]
+    """The records of the baseline's best rate that set the target, those of tuning first."""
     started: dict[str, int]
     """The arms that have any record, usable or not, with the number of their usable tuning runs."""
     unusable: list[str]
@@ -67,21 +71,30 @@ class Study:
     rates: tuple[float, ...] | Mapping[str, tuple[float, ...]]
     """The same for all arms, or for each its own."""
     tuning: Stage
+    """Chooses the rate. `NO_RUNS` if there is nothing to choose: every arm has one rate."""
     final: Stage
     measure: Callable[[Record], float] = last_loss
     """Chooses the rate: the smallest is the best."""
     baseline: str | None = None
     """The arm whose rates are tried before any other arm runs."""
+    target: Stage = NO_RUNS
+    """Further runs of the baseline's best rate. With its tuning runs they set the target, and choose nothing."""
     curve: bool = False
     seed_shifts: Mapping[str, int] = field(default_factory=dict)
     """Arms whose seeds are others, by how much."""
+
+    def __post_init__(self) -> None:
+        several = [arm for arm in self.arms if len(self.rates_of(arm)) != 1]
+        if several and not self.tuning.seeds:
+            raise ValueError(f"Without tuning every arm has one rate. Got another number for {', '.join(several)}.")
 
     def rates_of(self, arm: str) -> tuple[float, ...]:
         return self.rates[arm] if isinstance(self.rates, Mapping) else self.rates
 
     def at_edge(self, arm: str, rate: float) -> bool:
         """Whether no larger or no smaller rate was tried, so that a better one may lie beyond."""
-        return rate in (min(self.rates_of(arm)), max(self.rates_of(arm)))
+        rates = self.rates_of(arm)
+        return len(rates) > 1 and rate in (min(rates), max(rates))
 
     def epochs(self, stage: Stage) -> int:
         return stage.steps // steps_per_epoch(self.task.dataset, self.task.batch)
@@ -101,6 +114,11 @@ class Study:
         first = runs.pop(self.baseline) if self.baseline is not None else []
         return [*first, *in_turn(runs.values())]
 
+    def target_specs(self, best: Mapping[str, float]) -> list[RunSpec]:
+        """The further runs that set the target."""
+        rate = best.get(self.baseline or "")
+        return [] if self.baseline is None or rate is None else self.specs(self.baseline, [rate], self.target)
+
     def final_specs(self, best: Mapping[str, float]) -> list[RunSpec]:
         """The runs with fresh seeds, for each seed all arms one after another: they share the state of the machine."""
         return list(in_turn(self.specs(arm, [rate], self.final) for arm, rate in best.items()))
@@ -112,8 +130,10 @@ class Study:
         diverges with every rate.
         """
         tuned: dict[str, dict[float, float]] = {}
+        best: dict[str, float] = {}
         results: dict[str, list[Record]] = {}
         every: list[Record] = []
+        target: list[Record] = []
         started: dict[str, int] = {}
         unusable: list[str] = []
         for arm in self.arms:
@@ -124,37 +144,55 @@ class Study:
             every += tuning
             if tuning or len(unusable) > known:
                 started[arm] = len(tuning)
-            if all(len(records) == len(self.tuning.seeds) for records in runs.values()):
-                tuned[arm] = {rate: statistics.mean(map(self.measure, records)) for rate, records in runs.items()}
-        best = {arm: min(losses, key=losses.__getitem__) for arm, losses in tuned.items()}
-        best = {arm: rate for arm, rate in best.items() if math.isfinite(tuned[arm][rate])}
+            if not self.tuning.seeds:
+                best[arm] = rates[0]
+            elif all(len(records) == len(self.tuning.seeds) for records in runs.values()):
+                losses = {rate: statistics.mean(map(self.measure, records)) for rate, records in runs.items()}
+                tuned[arm], smallest = losses, min(losses, key=losses.__getitem__)
+                best |= {arm: smallest} if math.isfinite(losses[smallest]) else {}
+            if arm == self.baseline and arm in best:
+                further = _read(folder, self.target_specs(best), unusable)
+                every += further
+                target = runs[best[arm]] + further
         for arm, rate in best.items():
-            results[arm] = _read(folder, self.specs(arm, [rate], self.final), unusable)
-            every += results[arm]
-        results = {arm: records for arm, records in results.items() if records}
-        return Findings(tuned, best, results, every, started, unusable)
+            records = _read(folder, self.specs(arm, [rate], self.final), unusable)
+            every += records
+            if records:
+                results[arm] = records
+                started.setdefault(arm, 0)
+        return Findings(tuned, best, results, every, target, started, unusable)
 
     def is_complete(self, folder: Path) -> bool:
         """Whether every run has a record."""
         known = self.findings(folder)
-        return len(known.every) == len(self.tuning_specs()) + len(known.best) * len(self.final.seeds)
+        specs = [*self.tuning_specs(), *self.target_specs(known.best), *self.final_specs(known.best)]
+        return len(known.every) == len(specs)
 
     def total_steps(self) -> int:
         """Training steps of the whole study."""
         tuning = len(self.tuning_specs()) * self.tuning.steps
-        return tuning + len(self.arms) * len(self.final.seeds) * self.final.steps
+        target = len(self.target.seeds) * self.target.steps
+        return tuning + target + len(self.arms) * len(self.final.seeds) * self.final.steps
+
+    def stages(self, folder: Path) -> Iterator[list[RunSpec]]:
+        """All runs, stage by stage; the later ones depend on the records of the earlier ones."""
+        yield self.tuning_specs()
+        yield self.target_specs(self.findings(folder).best)
+        yield self.final_specs(self.findings(folder).best)
 
     def run(
         self, folder: Path, data_dir: Path | None, jobs: int, on_steps: Callable[[int], None] = lambda steps: None
     ) -> None:
         """Make all runs that have no record yet, and write their records into a folder."""
-        tuning = self.tuning_specs()
-        for _ in run_all(tuning, folder, data_dir, jobs, on_steps):
-            pass
-        done = sum(spec.steps for spec in tuning)
-        final = self.final_specs(self.findings(folder).best)
-        for _ in run_all(final, folder, data_dir, jobs, lambda steps: on_steps(done + steps)):
-            pass
+        done = 0
+        for specs in self.stages(folder):
+
+            def report(steps: int, done: int = done) -> None:
+                on_steps(done + steps)
+
+            for _ in run_all(specs, folder, data_dir, jobs, report):
+                pass
+            done += sum(spec.steps for spec in specs)
 
 
 def in_turn(lists: Iterable[Sequence[RunSpec]]) -> Iterator[RunSpec]:
@@ -219,36 +257,28 @@ def format_difference(values: Sequence[float]) -> str:
     return str(interval(values) or "no mean, runs diverged")
 
 
-class MedianInterval(NamedTuple):
-    """A median and its 95% interval; infinite values count as large."""
+class MedianRange(NamedTuple):
+    """A median, and the range of the values; infinite values count as large.
+
+    For n independent values the range holds the true median with probability 1 − 2·2⁻ⁿ: 94% for five.
+    """
 
     median: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        return f"{_plain(self.median)} ({_plain(self.low)}–{_plain(self.high)})"
+        return "{} ({}–{})".format(*(format_number(value, ".2f") for value in self))
 
 
-def _plain(value: float) -> str:
-    return "∞" if math.isinf(value) else f"{value:.2f}"
+def median_range(values: Sequence[float]) -> MedianRange | None:
+    """The median of values, some perhaps infinite, and their range; None for fewer than two."""
+    return MedianRange(statistics.median(values), min(values), max(values)) if len(values) > 1 else None
 
 
-def bootstrap_median(values: Sequence[float], resamples: int = 10_000) -> MedianInterval | None:
-    """The median of values, some perhaps infinite, with the 95% percentile interval of its bootstrap.
-
-    None for fewer than two values. The resamples are the same every time.
-    """
-    if len(values) < 2:
-        return None
-    data = torch.tensor(values, dtype=torch.float64)
-    chosen = torch.randint(len(values), (resamples, len(values)), generator=torch.Generator().manual_seed(0))
-    ordered = data[chosen].sort(1).values
-    middle = len(values) // 2
-    # The mean of the two in the middle is infinite if one of them is.
-    medians = (ordered[:, middle] if len(values) % 2 else ordered[:, middle - 1 : middle + 1].mean(1)).sort().values
-    low, high = medians[int(0.025 * resamples)], medians[int(0.975 * resamples) - 1]
-    return MedianInterval(statistics.median(values), float(low), float(high))
+def format_number(value: float, spec: str) -> str:
+    """A number as text, infinity as a sign."""
+    return "∞" if math.isinf(value) else f"{value:{spec}}"
 
 
 class Verdict(StrEnum):
@@ -288,44 +318,59 @@ class Table(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A measure of the final runs: its mean, and its paired difference from the baseline if that has a title."""
+    """A title, and the cell of an arm that has final runs."""
 
     title: str
-    value: Callable[[Record], float]
-    format: str
-    difference: str = ""
+    cell: Callable[[str], str]
+
+
+def mean_columns(
+    study: Study,
+    found: Findings,
+    baseline: str | Mapping[str, str],
+    value: Callable[[Record], float],
+    title: str,
+    spec: str,
+    difference: str,
+) -> list[Column]:
+    """The mean of a measure over the final runs, and its paired difference from the baseline, perhaps one per arm."""
+
+    def mean(arm: str) -> str:
+        return format_number(statistics.mean(map(value, found.results[arm])), spec)
+
+    def gained(arm: str) -> str:
+        other = baseline if isinstance(baseline, str) else baseline.get(arm, arm)
+        theirs = found.results.get(other, []) if other != arm else []
+        shift = study.seed_shifts.get(arm, 0)
+        return str(interval(differences(found.results[arm], theirs, value, shift)) or "–")
+
+    return [Column(title, mean), Column(difference, gained)]
 
 
 def results_table(
     study: Study,
     found: Findings,
-    baseline: str | Mapping[str, str],
     columns: Sequence[Column],
     title: str,
-    describe: Callable[[list[Record]], str] = lambda records: "",
+    failures: Callable[[str], str] = lambda arm: "",
+    arms: Iterable[str] | None = None,
 ) -> Table:
-    """What the best rate of each arm reached, and the difference from its baseline; `describe` names failures."""
-    header = ["optimizer", "rate", "seeds"]
-    header += [name for column in columns for name in (column.title, column.difference) if name]
+    """What the best rate of each arm reached; `failures` of an arm stand beside its seeds.
+
+    The arms are those that have any record, unless some are given in an order of their own.
+    """
     wanted = len(study.final.seeds)
     rows = []
-    for arm in found.started:
-        records = found.results.get(arm, [])
-        if not records:
-            rows.append([arm, *_without_results(study, found, arm), *["–"] * (len(header) - 3)])
+    for arm in found.started if arms is None else arms:
+        count = len(found.results.get(arm, []))
+        if not count:
+            rows.append([arm, *_without_results(study, found, arm), *["–"] * len(columns)])
             continue
-        other = baseline if isinstance(baseline, str) else baseline.get(arm)
-        theirs = found.results.get(other or "", []) if other != arm else []
         rate = found.best[arm]
-        seeds = [str(wanted) if len(records) == wanted else f"{len(records)} of {wanted}", describe(records)]
-        row = [arm, f"{rate:g} (edge)" if study.at_edge(arm, rate) else f"{rate:g}", ", ".join(filter(None, seeds))]
-        for column in columns:
-            row.append(f"{statistics.mean(map(column.value, records)):{column.format}}")
-            if column.difference:
-                gained = differences(records, theirs, column.value, study.seed_shifts.get(arm, 0))
-                row.append(str(interval(gained) or "–"))
-        rows.append(row)
-    return Table(title, header, rows)
+        seeds = [str(wanted) if count == wanted else f"{count} of {wanted}", failures(arm)]
+        start = [arm, f"{rate:g} (edge)" if study.at_edge(arm, rate) else f"{rate:g}", ", ".join(filter(None, seeds))]
+        rows.append([*start, *(column.cell(arm) for column in columns)])
+    return Table(title, ["optimizer", "rate", "seeds", *(column.title for column in columns)], rows)
 
 
 def _without_results(study: Study, found: Findings, arm: str) -> list[str]:

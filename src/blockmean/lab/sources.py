@@ -1,4 +1,4 @@
-"""The published files of MNIST and CIFAR-10: their format, where to find them, and reading them with checksums."""
+"""The published files of MNIST, CIFAR-10 and tiny Shakespeare: where to find them, and reading them with checksums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
@@ -37,7 +37,8 @@ class File:
     header: bytes
     shape: tuple[int, ...]
     labelled: bool
-    md5: str  # of the uncompressed content: it does not matter how the file is packed
+    checksum: str  # of the uncompressed content: it does not matter how the file is packed
+    algorithm: str = "md5"  # as the authors of MNIST and CIFAR-10 publish it
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Source:
 
     name: str
     files: Mapping[str, File]
-    published: Mapping[str, str]  # the files to download, and their md5
-    mirrors: tuple[str, ...]
+    published: Mapping[str, str] = field(default_factory=dict)  # the files to download, and their md5
+    mirrors: tuple[str, ...] = ()
     archive: str | None = None  # the one of `published` that contains all files
     folder: str = ""  # their folder inside the archive
 
@@ -95,7 +96,21 @@ CIFAR10 = Source(
     folder="cifar-10-batches-bin",
 )
 
+SHAKESPEARE = Source(
+    "text",
+    {
+        "tinyshakespeare.txt": File(
+            b"",
+            (1_115_394,),
+            labelled=False,
+            checksum="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+            algorithm="sha256",
+        )
+    },
+)
+
 SOURCES = {source.name: source for source in (MNIST, CIFAR10)}
+"""Those that can be downloaded."""
 
 
 def find(source: Source, folder: Path) -> tuple[list[Path], list[str]]:
@@ -160,11 +175,12 @@ def _decode(file: File, where: str, stream: Stream) -> Tensor:
         if labels.max() > 9:
             row = int(labels.argmax())
             raise DamagedData(f"{where} has the label {labels[row]} in row {row}; labels are 0 to 9")
-    md5 = hashlib.md5(raw, usedforsecurity=False).hexdigest()
-    if md5 != file.md5:
+    checksum = hashlib.new(file.algorithm, raw, usedforsecurity=False).hexdigest()
+    if checksum != file.checksum:
+        example = " (Fashion-MNIST has files of the same names as MNIST)" if file.header else ""
         raise DamagedData(
-            f"{where} has the md5 checksum {md5} instead of {file.md5}: it was altered, or it belongs to another data "
-            f"set (Fashion-MNIST has files of the same names as MNIST)"
+            f"{where} has the {file.algorithm} checksum {checksum} instead of {file.checksum}: it was altered, or it "
+            f"belongs to another data set{example}"
         )
     return values
 

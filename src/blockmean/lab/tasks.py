@@ -16,11 +16,29 @@ from torch.nn import functional
 from blockmean.lab.data import load, verify
 from blockmean.lab.models import AUTOENCODERS, MODELS
 from blockmean.lab.spec import RunSpec
-from blockmean.lab.text import CONTEXT, TEXT_MODELS, WINDOWS, held_out, read_text, vocabulary
+from blockmean.lab.text import CONTEXT, TEXT_MODELS, read_text, vocabulary
 
-TRAINING_EXAMPLES = {"digits": 4_000, "mnist": 60_000, "cifar10": 50_000}
-TRAINING_EXAMPLES |= {name: count - held_out(count) for name, count in WINDOWS.items()}
-IMAGE_SHAPES = {"digits": (1, 28, 28), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+
+class Dataset(NamedTuple):
+    """What is known of data before they are read."""
+
+    title: str
+    examples: int
+    """Images, or windows of text, for training; others are held out."""
+    image: tuple[int, int, int] | None = None
+    """Channels, height and width; None for text."""
+    embedded: str = ""
+    """The data that stand in for these and are in every installation."""
+
+
+DATASETS = {
+    "digits": Dataset("Digits", 4_000, (1, 28, 28)),
+    "mnist": Dataset("MNIST", 60_000, (1, 28, 28), embedded="digits"),
+    "cifar10": Dataset("CIFAR-10", 50_000, (3, 32, 32), embedded="digits"),
+    "manual": Dataset("Python manual", 5_400),
+    "shakespeare": Dataset("Shakespeare", 15_685, embedded="manual"),
+}
+"""Adding data is adding a row. Of a text the last tenth of the windows is held out."""
 
 
 @dataclass(frozen=True)
@@ -93,17 +111,14 @@ TASKS = {
 }
 """The tasks of the race; adding one is adding a row."""
 
-_EMBEDDED = {"mnist": "digits", "cifar10": "digits", "shakespeare": "manual"}
-_IN_WORDS = {"MNIST": "Digits", "CIFAR-10": "Digits", "Shakespeare": "Python manual"}
 _QUICK_STEPS = {"mlp-raw": 200, "mlp": 200, "autoencoder": 200, "cnn": 60, "transformer-64": 60}
 
 
 def _quick(task: Task, steps: int) -> Task:
     """The task on data that every installation has."""
-    title = task.title
-    for name, other in _IN_WORDS.items():
-        title = title.replace(name, other)
-    return replace(task, dataset=_EMBEDDED[task.dataset], steps=steps, title=title)
+    own = DATASETS[task.dataset]
+    title = task.title.replace(own.title, DATASETS[own.embedded].title)
+    return replace(task, dataset=own.embedded, steps=steps, title=title)
 
 
 PROFILES = {"quick": {name: _quick(TASKS[name], steps) for name, steps in _QUICK_STEPS.items()}, "full": TASKS}
@@ -120,28 +135,26 @@ class Data(NamedTuple):
 
 def steps_per_epoch(dataset: str, batch: int) -> int:
     """Full batches in one pass over the training examples; those left over are not used."""
-    require_one_of("dataset", dataset, TRAINING_EXAMPLES)
-    count = TRAINING_EXAMPLES[dataset]
-    if not 1 <= batch <= count:
-        raise ValueError(
-            f"A batch of {batch} cannot be drawn from {count} {'windows' if dataset in WINDOWS else 'images'}."
-        )
-    return count // batch
+    require_one_of("dataset", dataset, DATASETS)
+    data = DATASETS[dataset]
+    if not 1 <= batch <= data.examples:
+        what = "images" if data.image else "windows"
+        raise ValueError(f"A batch of {batch} cannot be drawn from {data.examples} {what}.")
+    return data.examples // batch
 
 
 def models_of(spec: RunSpec | Task) -> Mapping[str, Callable[[Any], nn.Module]]:
     """The models that fit the data and the loss."""
-    require_one_of("dataset", spec.dataset, TRAINING_EXAMPLES)
+    require_one_of("dataset", spec.dataset, DATASETS)
     require_one_of("loss", spec.loss, LOSSES)
-    if spec.dataset in WINDOWS:
+    if not DATASETS[spec.dataset].image:
         return TEXT_MODELS
     return AUTOENCODERS if spec.loss == "reconstruction" else MODELS
 
 
 def make_model(spec: RunSpec | Task) -> nn.Module:
     """A new model for a task. Takes no data."""
-    text = spec.dataset in WINDOWS
-    shape = (vocabulary(spec.dataset), CONTEXT) if text else IMAGE_SHAPES[spec.dataset]
+    shape = DATASETS[spec.dataset].image or (vocabulary(spec.dataset), CONTEXT)
     return _channels_last(models_of(spec)[spec.model](shape))
 
 
@@ -158,10 +171,10 @@ def _channels_last(model: nn.Module) -> nn.Module:
 
 def verify_data(task: RunSpec | Task, data_dir: Path | None = None, download: bool = False) -> None:
     """Read the data of a task once: if it is missing or damaged, this should fail before hours of work."""
-    if task.dataset in WINDOWS:
-        read_text(task.dataset, data_dir)
-    else:
+    if DATASETS[task.dataset].image:
         verify(task.dataset, data_dir, download)
+    else:
+        read_text(task.dataset, data_dir)
 
 
 def load_data(spec: RunSpec | Task, data_dir: Path | None = None) -> Data:
@@ -171,9 +184,9 @@ def load_data(spec: RunSpec | Task, data_dir: Path | None = None) -> Data:
 
 @lru_cache(maxsize=2)
 def _load(dataset: str, inputs: str, loss: str, data_dir: Path | None) -> Data:
-    if dataset in WINDOWS:
+    if not DATASETS[dataset].image:
         text = read_text(dataset, data_dir)
-        count = TRAINING_EXAMPLES[dataset]
+        count = DATASETS[dataset].examples
         return Data(text.inputs[:count], text.targets[:count], text.inputs[count:], text.targets[count:])
     images = load(dataset, inputs, data_dir)
     train, test = (part.contiguous(memory_format=torch.channels_last) for part in (images.train, images.test))

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from blockmean.lab.sources import SHAKESPEARE, DamagedData, find, read
+
 
 class CharacterTransformer(nn.Module):
     """Layers that predict every character from those before it; LayerNorm comes before attention and MLP."""
@@ -35,25 +37,9 @@ class CharacterTransformer(nn.Module):
 class Text(NamedTuple):
     """A text as windows of characters; targets are the inputs, one character later."""
 
-    name: str
     vocabulary: int
     inputs: Tensor  # (n, context)
     targets: Tensor  # (n, context)
-
-
-def load_text(context: int, data_dir: str | Path | None = None) -> Text:
-    """Tiny Shakespeare from data_dir/text/tinyshakespeare.txt, or the manual inside Python itself without it."""
-    file = Path(data_dir or "") / "text" / "tinyshakespeare.txt"
-    if data_dir is not None and file.is_file():
-        name, found = "tinyshakespeare", file.read_text()
-    else:
-        from pydoc_data.topics import topics
-
-        name, found = "the Python manual", "\n".join(topics[key] for key in sorted(topics))
-    alphabet = {character: i for i, character in enumerate(sorted(set(found)))}
-    codes = torch.tensor([alphabet[character] for character in found])
-    count = (len(codes) - 1) // context * context
-    return Text(name, len(alphabet), codes[:count].view(-1, context), codes[1 : count + 1].view(-1, context))
 
 
 TEXT_MODELS: dict[str, Callable[[tuple[int, int]], nn.Module]] = {
@@ -65,12 +51,7 @@ TEXT_MODELS: dict[str, Callable[[tuple[int, int]], nn.Module]] = {
 CONTEXT = 64
 VOCABULARY = {"shakespeare": 65}  # of the manual it depends on Python
 WINDOWS = {"shakespeare": 17_428, "manual": 6_000}
-"""Windows of 64 characters; the last tenth is held out. The manual is longer, how much depends on Python."""
-
-
-def held_out(windows: int) -> int:
-    """The windows at the end of a text that no model is trained on."""
-    return windows - 9 * windows // 10
+"""Windows of 64 characters. The manual is longer, how much depends on Python."""
 
 
 def vocabulary(name: str) -> int:
@@ -79,19 +60,37 @@ def vocabulary(name: str) -> int:
 
 
 @lru_cache(maxsize=2)
-def read_text(name: str, data_dir: Path | None = None) -> Text:
+def read_text(name: str, data_dir: Path | None = None, context: int = CONTEXT) -> Text:
     """The windows of "shakespeare", from text/tinyshakespeare.txt in data_dir or $BLOCKMEAN_DATA, or of "manual"."""
-    folder = None
-    if name == "shakespeare":
-        given = data_dir or os.environ.get("BLOCKMEAN_DATA")
-        where = "neither --data-dir nor BLOCKMEAN_DATA is given" if given is None else f"{given} does not have it"
-        folder = Path(given or "").expanduser()
-        if given is None or not (folder / "text" / "tinyshakespeare.txt").is_file():
-            raise FileNotFoundError(
-                f"text/tinyshakespeare.txt is not here: {where}. Put the 1,115,394 characters of tiny Shakespeare "
-                "there, or use the text inside Python itself (with `bench race --profile quick`)."
-            )
-    text = load_text(CONTEXT, folder)
-    if len(text.inputs) < WINDOWS[name]:
-        raise ValueError(f"{text.name} has {len(text.inputs)} windows of {CONTEXT} characters, not {WINDOWS[name]}.")
-    return text._replace(inputs=text.inputs[: WINDOWS[name]], targets=text.targets[: WINDOWS[name]])
+    characters = _shakespeare(data_dir) if name == "shakespeare" else _manual()
+    alphabet, codes = characters.unique(return_inverse=True)  # in the order of the characters
+    count = WINDOWS[name] * CONTEXT // context * context
+    if len(codes) <= count:
+        raise ValueError(f"The manual inside this Python has {len(codes)} characters; {count + 1} are needed.")
+    inputs, targets = (codes[start : start + count].view(-1, context) for start in (0, 1))
+    return Text(len(alphabet), inputs, targets)
+
+
+def _shakespeare(data_dir: Path | None) -> Tensor:
+    """The characters of tiny Shakespeare, which are plain ASCII, one byte each."""
+    advice = (
+        "Put the 1,115,394 characters of tiny Shakespeare there (`input.txt` of karpathy/char-rnn on GitHub), or use "
+        "the text inside Python itself (with `bench race --profile quick`)."
+    )
+    given = data_dir or os.environ.get("BLOCKMEAN_DATA")
+    where = "neither --data-dir nor BLOCKMEAN_DATA is given" if given is None else f"{given} does not have it"
+    paths, absent = ([], ["all"]) if given is None else find(SHAKESPEARE, Path(given).expanduser())
+    if absent:
+        raise FileNotFoundError(f"text/tinyshakespeare.txt is not here: {where}. {advice}")
+    try:
+        (characters,) = read(SHAKESPEARE, paths).values()
+    except DamagedData as error:
+        raise ValueError(f"{error.args[0]}. {advice}") from error
+    return characters
+
+
+def _manual() -> Tensor:
+    """The characters of the manual inside Python itself."""
+    from pydoc_data.topics import topics
+
+    return torch.tensor(list(map(ord, "\n".join(topics[key] for key in sorted(topics)))))

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from blockmean.lab import arms
-from blockmean.lab.data import PREPARATIONS, Images
+from blockmean.lab.data import PREPARATIONS
 from blockmean.lab.environment import environment
 from blockmean.lab.spec import RunSpec
 from blockmean.lab.tasks import (
+    DATASETS,
     LOSSES,
     Data,
     evaluate,
@@ -29,7 +30,6 @@ from blockmean.lab.tasks import (
     require_one_of,
     steps_per_epoch,
 )
-from blockmean.lab.text import WINDOWS
 
 Record = dict[str, Any]
 
@@ -40,7 +40,7 @@ def check(spec: RunSpec) -> None:
     require_one_of("model", spec.model, models_of(spec))
     require_one_of("optimizer", spec.optimizer, tuple(arms.known()))
     require_one_of("inputs", spec.inputs, PREPARATIONS)
-    if spec.flip and spec.dataset in WINDOWS:
+    if spec.flip and not DATASETS[spec.dataset].image:
         raise ValueError("flip mirrors images, and this data set is a text.")
     if spec.steps < 1:
         raise ValueError(f"steps must be at least 1. Got {spec.steps} instead.")
@@ -193,7 +193,7 @@ def _evaluation(model: nn.Module, optimizer: torch.optim.Optimizer, spec: RunSpe
     arms.switch(optimizer, "train")
 
 
-def _batches(data: Data | Images, spec: RunSpec) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(data: Data, spec: RunSpec) -> Iterator[tuple[Tensor, Tensor]]:
     """`steps` batches, in a new order every epoch; the examples left over at the end of an epoch are not used."""
     examples, targets = data[:2]
     count = len(examples)

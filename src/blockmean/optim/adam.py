@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from blockmean._checks import require, require_number
+from blockmean._checks import require_adamw, require_betas, require_number
 from blockmean.blocks import By
 from blockmean.optim.correction import CorrectedOptimizer
 from blockmean.optim.forms import FORMS, Rule
@@ -121,23 +121,4 @@ class AdamBMA(CorrectedOptimizer):
             float(group["lr"]),
             floor=group["eigenvalue_floor"],
             cap=group["correction_cap"],
-        )
-
-
-def require_betas(betas: object, owner: str) -> None:
-    """Raise unless these are the two decays of Adam."""
-    numbers = isinstance(betas, tuple | list) and all(isinstance(beta, int | float) for beta in betas)
-    if not isinstance(betas, tuple | list) or not numbers:
-        require(False, "betas", owner, "two numbers in [0, 1)", betas, TypeError)
-    else:
-        require(len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", owner, "two numbers in [0, 1)", betas)
-
-
-def require_adamw(group: dict[str, Any], owner: str) -> None:
-    """Raise if a group, perhaps one of torch's Adam, has an option that AdamW's decoupled step cannot follow."""
-    require(not group.get("amsgrad"), "amsgrad", owner, "False: it has no such form", group.get("amsgrad"))
-    if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
-        raise ValueError(
-            f"The checkpoint is one of Adam with coupled weight decay, and {owner} has only the decoupled one of "
-            "AdamW. Set its 'weight_decay' to 0, or train on with Adam."
         )

@@ -40,9 +40,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from blockmean._checks import require, require_number
+from blockmean._checks import require, require_adamw, require_betas, require_number
 from blockmean.optim import native, parts
-from blockmean.optim.adam import require_adamw, require_betas
 from blockmean.optim.forms import FORMS, Rule
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
 from blockmean.optim.native.matrices import NOISE, Matrices, inner_of
@@ -139,6 +138,7 @@ class Anova(BlockMeanOptimizer):
     entry_state = ("exp_avg", "exp_avg_sq")
     further_state = MEANS
     statistics_kept = MappingProxyType({})
+    counters = ("step", "began")
     default_blocks = ("tensor", "none")
     works_in_pieces = False
     keeps_lists = True

@@ -147,9 +147,10 @@ class CorrectedOptimizer(BlockMeanOptimizer):
     def _refuse_fused(self, group: dict[str, Any], reasons: dict[int, str | None]) -> None:
         for i, reason in reasons.items():
             if reason:
+                name = shown_names(group)[i]
                 raise RuntimeError(
-                    f"{type(self).__name__}(fused=True) takes native kernels, which cannot serve {shown_names(group)[i]}: "
-                    f"it {reason}. Take fused=None."
+                    f"{type(self).__name__}(fused=True) takes native kernels, which cannot serve {name}: it {reason}. "
+                    "Take fused=None."
                 )
 
     # ---------------------------------------------------------------- the hooks
@@ -166,7 +167,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
                 )
                 for part in plan.parts
             ]
-            return plan
+            return plan  # type: ignore[no-any-return]
         *first, second = (work.moments[key] for key in self.entry_state)
         lists = Tensors(work.params, work.grads, first[0] if first else [], second, work.steps, work.cuts)
         count = sum(blocks.start < work.layout.num_coupled for blocks in work.blocks) if rule.form.corrects else 0
@@ -199,10 +200,14 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         return plan.columns
 
     def apply_(self, work: Work, solution: tuple[Tensor, Tensor | None] | None) -> None:
-        c, kappa = ([] if x is None else work.in_order_of_pieces(x) for x in solution or (None, None))
+        c, kappa = (torch.zeros(0) if x is None else work.in_order_of_pieces(x) for x in solution or (None, None))
         for part in work.plan.parts:
             own = (c[part.columns], kappa[part.columns]) if part.rule.form.corrects else ([], [])
             part.passes.apply_(part.rule, part.tensors, *own)
+
+    def _keep(self, work: Work) -> None:
+        super()._keep(work)
+        work.plan.parts = [part._replace(tensors=part.tensors._replace(grads=[])) for part in work.plan.parts]
 
     def _solver(self, work: Work, names: Collection[str], initial: float) -> Solver | None:
         """The native solve, if it can do what is asked: roots that serve for several steps, and absences, it cannot."""

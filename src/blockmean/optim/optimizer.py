@@ -93,6 +93,8 @@ class BlockMeanOptimizer(Optimizer):
     """Statistics between blocks: a "matrix", a "vector" or a "mask". Includes `U` if there are any."""
     further_state: ClassVar[tuple[str, ...]] = ()
     """State of other shapes, in the dtype of the arithmetic; may be missing."""
+    counters: ClassVar[tuple[str, ...]] = ("step",)
+    """State that counts steps: float32 on the CPU, as in torch."""
     default_blocks: ClassVar[tuple[str, str]] = ("element", "all")
     """Partition and coupling of a group that has no such options."""
     works_in_pieces: ClassVar[bool] = True
@@ -411,7 +413,7 @@ class BlockMeanOptimizer(Optimizer):
             self.check_group(group)
             self._refuse_parameters(group)
             tensors = distinct(group)
-            by = group.get("partition", self.default_blocks[0])
+            by, _ = self._blocks_of(group)
             if by == "custom" and self._partition is not None:
                 by = self._partition
             self._layouts.append(self._make_layout(group, tensors, by, [outputs.get(param, 0) for param in tensors]))
@@ -441,6 +443,11 @@ class BlockMeanOptimizer(Optimizer):
                 f"one shard. Parameter {i} is one. Use DistributedDataParallel."
             )
 
+    def _blocks_of(self, group: dict[str, Any]) -> tuple[By, str]:
+        """The partition and the coupling of a group."""
+        partition, coupling = self.default_blocks
+        return group.get("partition", partition), group.get("coupling", coupling)
+
     def _make_layout(
         self, group: dict[str, Any], tensors: list[Tensor], by: By, outputs: Sequence[int | Tensor]
     ) -> Layout:
@@ -462,7 +469,7 @@ class BlockMeanOptimizer(Optimizer):
             return Layout(
                 cuts,
                 "custom" if callable(by) else by,
-                group.get("coupling", self.default_blocks[1]),
+                self._blocks_of(group)[1],
                 owner,
                 named=all(names),
                 leave_plain=self.leaves_plain,
@@ -485,7 +492,7 @@ class BlockMeanOptimizer(Optimizer):
     def _layout(self, number: int, tensors: list[Tensor]) -> Layout:
         """The layout of a group, rebuilt if parameters or options have changed."""
         group, layout = self.param_groups[number], self._layouts[number]
-        wanted = group.get("partition", self.default_blocks[0]), group.get("coupling", self.default_blocks[1])
+        wanted = self._blocks_of(group)
         same = layout.shapes == [param.shape for param in tensors] and (layout.partition, layout.coupling) == wanted
         if same and layout.ids == [id(param) for param in tensors]:
             return layout
@@ -577,7 +584,7 @@ class BlockMeanOptimizer(Optimizer):
     def _adopted(self, param: Tensor, name: str, value: Tensor) -> Tensor:
         """A copy of a loaded tensor, with the dtype and device that a step expects."""
         value = value.detach()
-        if name in ("step", "began"):
+        if name in self.counters:
             return value.to("cpu", torch.float32, copy=True)
         if name in (*self.entry_state, *self.further_state):
             return value.to(param.device, arithmetic(param.dtype), copy=True)
@@ -627,8 +634,9 @@ class BlockMeanOptimizer(Optimizer):
         if any("U" in state and "blocks" not in state for state in states.values()):
             raise ValueError(_FROM_BEFORE.format(owner))
         layout = self._layouts[number]
-        if group.get("coupling", self.default_blocks[1]) != layout.coupling:
-            layout = layout.coupled(group["coupling"], owner)
+        _, coupling = self._blocks_of(group)
+        if coupling != layout.coupling:
+            layout = layout.coupled(coupling, owner)
         remedy = f"Construct {owner} with the model it was saved from, or delete 'U' from the saved states."
         check_places(layout, states, shown_names(current), remedy)
         return layout

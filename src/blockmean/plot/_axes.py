@@ -20,7 +20,7 @@ def require_pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as missing:
-        raise ImportError("Pictures need matplotlib: pip install 'blockmean[lab]'") from missing
+        raise ImportError("Pictures need matplotlib: pip install matplotlib") from missing
     return plt
 
 

@@ -49,7 +49,7 @@ class CouplingRecorder:
     Args:
         optimizer: one of blockmean's, or a wrapper that holds one as `optimizer`.
         every: steps from one record to the next.
-        writer: a TensorBoard writer (`pip install 'blockmean[tensorboard]'`). It gets every record, as scalars under
+        writer: a TensorBoard writer (`pip install tensorboard`). It gets every record, as scalars under
             "coupling/": condition, share of the correction, and A_ii of the 20 blocks where it was largest at the first
             record; and, for up to 4,096 blocks, the picture of `plot.coupling`. The recorder does not close it.
         max_records: records to keep; each is L float32 numbers.

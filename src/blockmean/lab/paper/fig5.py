@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from blockmean.lab.compare import (
-    Column,
     Findings,
     Study,
     differences,
@@ -21,6 +20,7 @@ from blockmean.lab.compare import (
     format_difference,
     interval,
     last_loss,
+    mean_columns,
     provenance,
     results_table,
     unfinished,
@@ -249,9 +249,12 @@ def _failed(record: Record) -> bool:
 
 
 def _results(one: StudyResult) -> Table:
-    columns = (Column("training loss", one.loss, ".1f", DIFFERENCE), Column("test error", error, ".4f", DIFFERENCE))
+    columns = [
+        *mean_columns(one.study, one.findings, "diag", one.loss, "training loss", ".1f", DIFFERENCE),
+        *mean_columns(one.study, one.findings, "diag", error, "test error", ".4f", DIFFERENCE),
+    ]
     title = f"{one.title}: the best rate of each, {_after(one.study.epochs(one.study.final))}"
-    return results_table(one.study, one.findings, "diag", columns, title, _describe_failures)
+    return results_table(one.study, one.findings, columns, title, lambda arm: _describe_failures(one.results[arm]))
 
 
 def _first_epochs(one: StudyResult) -> list[Table]:

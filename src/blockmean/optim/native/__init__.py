@@ -133,7 +133,7 @@ class Table:
         numbers: list[int] = []
         self.counts = [cut.count for cut in tensors.cuts]
         self.written = [*tensors.params, *tensors.first, *tensors.second]
-        first = tensors.first or [None] * len(tensors.params)
+        first: Sequence[Tensor | None] = tensors.first or [None] * len(tensors.params)
         for param, m, r, cut in zip(tensors.params, first, tensors.second, tensors.cuts, strict=True):
             found = geometry(param.shape, param.stride(), cut)
             assert found is not None  # `refusal` has checked

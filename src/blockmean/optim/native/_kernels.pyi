@@ -1,6 +1,8 @@
 """The extension module, see module.cpp. Addresses are those of tensors that the caller keeps alive."""
 
-from types import CapsuleType
+from typing import NewType
+
+CapsuleType = NewType("CapsuleType", object)  # of types only since Python 3.13
 
 instructions: str
 

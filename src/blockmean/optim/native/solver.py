@@ -17,7 +17,6 @@ from blockmean.optim.layout import Layout
 from blockmean.optim.native import _kernels
 from blockmean.optim.statistics import State
 
-
 NATIVE_ROOT = 256
 """Largest matrix whose root is computed here; for larger ones LAPACK's blocked routines are faster."""
 
