@@ -94,8 +94,17 @@ class Plan:
     passes: Any = None  # their implementation
     compiled: list[int] = field(default_factory=list)  # matrices that the compiled kernels take
     matrices: Matrices | None = None
+    began: list[int] = field(default_factory=list)  # the addresses of their `began`
+    ages: list[tuple[int, int]] = field(default_factory=list)  # their steps, and those since their means began
     others: list[int] = field(default_factory=list)  # matrices that the kernels cannot serve, or whose means begin
     sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # zeros, one per tensor
+
+    def ages_of(self, work: Work) -> bool:
+        """Look up the ages of the compiled matrices; whether the means of all have begun before this step."""
+        began = native.read_steps(self.began) if self.began else []
+        steps = [work.steps[j] for j in self.compiled]
+        self.ages = [(step, step - start) for step, start in zip(steps, began, strict=True)]
+        return all(age > 1 for _, age in self.ages)
 
     @property
     def is_compiled(self) -> bool:
@@ -227,7 +236,7 @@ class Anova(BlockMeanOptimizer):
         """What takes which way, or the same as in the last step."""
         group = work.group
         options = group["means"], group["foreach"], group["fused"]
-        if work.plan is not None and work.plan.options == options:
+        if work.plan is not None and work.plan.options == options and work.plan.ages_of(work):
             return work.plan  # type: ignore[no-any-return]
         wanted = wants_native(group["foreach"], group["fused"])
         plan, begun = Plan(options), set()
@@ -245,6 +254,8 @@ class Anova(BlockMeanOptimizer):
         if plan.compiled:
             states = [work.states[work.indices[j]] for j in plan.compiled]
             plan.matrices = Matrices([work.params[j] for j in plan.compiled], states)
+            plan.began = [state["began"].data_ptr() for state in states]
+            plan.ages_of(work)
         if plan.plain:
             plan.passes = choose(self._plain(work, plan), group["foreach"], group["fused"])
         plan.sums = torch.zeros(1, len(work.params), dtype=torch.float64, device=work.params[0].device)
@@ -256,9 +267,12 @@ class Anova(BlockMeanOptimizer):
 
     def _plain(self, work: Work, plan: Plan) -> Tensors:
         """The tensors that take AdamW."""
-        first, second = (work.moments[key] for key in self.entry_state)
-        lists: Any = (work.params, work.grads, first, second, work.steps, work.cuts)
-        return Tensors(*([values[j] for j in plan.plain] for values in lists))
+        states = [work.states[work.indices[j]] for j in plan.plain]
+        first, second = ([state[key] for state in states] for key in self.entry_state)
+        params, grads, steps, cuts = (
+            [values[j] for j in plan.plain] for values in (work.params, work.grads, work.steps, work.cuts)
+        )
+        return Tensors(params, grads, first, second, steps, cuts)  # type: ignore[arg-type]
 
     def _can_compile(self, work: Work, j: int) -> bool:
         """Whether the kernels can serve a matrix; if they must and cannot, raise."""
@@ -310,8 +324,7 @@ class Anova(BlockMeanOptimizer):
         group, plan = work.group, work.plan
         self._apply_plain(work, plan)
         if plan.matrices is not None:
-            ages = self._ages(work, plan.compiled)
-            for place in plan.matrices.apply_([self._numbers(group, *age) for age in ages], group["eps"]):
+            for place in plan.matrices.apply_([self._numbers(group, *age) for age in plan.ages], group["eps"]):
                 state = work.states[work.indices[plan.compiled[place]]]
                 parts.turn_({name: state[name][None] for name in STATE})
         kinds: dict[Kind, list[int]] = {}
@@ -320,7 +333,7 @@ class Anova(BlockMeanOptimizer):
         for kind, positions in kinds.items():
             where = {work.indices[j]: j for j in positions}
             stack = self._stack(work, kind, list(where))
-            steps = dict(zip(where, self._ages(work, positions), strict=True))
+            steps = {i: (work.steps[j], age_of(work.states[i])) for i, j in where.items()}
             for run in stack.runs(steps):
                 for batch in run.pieces(max(1, parts.CHUNK // kind.shape.numel())):
                     at = [where[i] for i in batch.members]
@@ -331,10 +344,6 @@ class Anova(BlockMeanOptimizer):
                         parts.apply_(step, [work.params[j] for j in at], grads, batch.buffers, solution[:, at])
         if plan.others:
             work.plan = None  # some may have begun: the kernels can take them from now on
-
-    def _ages(self, work: Work, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Steps of the matrices, and those since their means began, this one included."""
-        return [(work.steps[j], age_of(work.states[work.indices[j]])) for j in places]
 
     def _numbers(self, group: dict[str, Any], steps: int, age: int) -> Step:
         turns = age % group["refresh_every"] == 0
