@@ -204,6 +204,10 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             own = (c[part.columns], kappa[part.columns]) if part.rule.form.corrects else ([], [])
             part.passes.apply_(part.rule, part.tensors, *own)
 
+    def _keep(self, work: Work) -> None:
+        super()._keep(work)
+        work.plan.parts = [part._replace(tensors=part.tensors._replace(grads=[])) for part in work.plan.parts]
+
     def _solver(self, work: Work, names: Collection[str], initial: float) -> Solver | None:
         """The native solve, if it can do what is asked: roots that serve for several steps, and absences, it cannot."""
         plan: Plan = work.plan
