@@ -1,4 +1,4 @@
-"""The native kernels: equal to the reference on every kind of tensor, whatever the threads; refused where they cannot."""
+"""The native kernels: equal to the reference on every kind of tensor, whatever the threads; the rest is refused."""
 
 import gc
 import math
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from blockmean import AdaGradBMA, AdamBMA, AdaGradFull
+from blockmean import AdaGradBMA, AdaGradFull, AdamBMA
 from blockmean._linalg import inverse_root_minus_identity
 from blockmean.blocks import TensorBlocks
 from blockmean.optim import native, passes
@@ -468,7 +468,7 @@ def test_without_kernels_torch_serves_and_only_fused_true_says_so(monkeypatch, r
     assert not recwarn
     with pytest.raises(RuntimeError, match=r"^AdamBMA\(fused=True\) needs native kernels. .* Install a C\+\+ compiler"):
         make("adam", new_params(), fused=True)
-    with pytest.raises(RuntimeError, match="^AdaGradFull has no native kernels"):
+    with pytest.raises(RuntimeError, match=r"^AdaGradFull has no native kernels"):
         AdaGradFull(new_params(shapes=[(2,)]), fused=True)
 
 

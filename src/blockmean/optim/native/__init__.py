@@ -47,7 +47,11 @@ def refusal(param: Tensor, grad: Tensor | None, moments: Sequence[Tensor], cut: 
         return f"is {str(param.dtype).removeprefix('torch.')}"
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     gradients = [] if grad is None else [("has a gradient that", grad, param.dtype)]
-    for what, tensor, expected in [("", param, param.dtype), *gradients, *(("has state that", m, dtype) for m in moments)]:
+    for what, tensor, expected in [
+        ("", param, param.dtype),
+        *gradients,
+        *(("has state that", m, dtype) for m in moments),
+    ]:
         if type(tensor) not in (Tensor, nn.Parameter):
             found = f"is a {type(tensor).__name__}"
         elif tensor.device.type != "cpu":
@@ -129,7 +133,7 @@ class Table:
         numbers: list[int] = []
         self.counts = [cut.count for cut in tensors.cuts]
         self.written = [*tensors.params, *tensors.first, *tensors.second]
-        first = tensors.first or [None] * len(tensors.params)
+        first: Sequence[Tensor | None] = tensors.first or [None] * len(tensors.params)
         for param, m, r, cut in zip(tensors.params, first, tensors.second, tensors.cuts, strict=True):
             found = geometry(param.shape, param.stride(), cut)
             assert found is not None  # `refusal` has checked

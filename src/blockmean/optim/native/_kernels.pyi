@@ -1,6 +1,6 @@
 """The extension module, see module.cpp. Addresses are those of tensors that the caller keeps alive."""
 
-from types import CapsuleType
+from typing_extensions import CapsuleType
 
 instructions: str
 

@@ -17,7 +17,6 @@ from blockmean.optim.layout import Layout
 from blockmean.optim.native import _kernels
 from blockmean.optim.statistics import State
 
-
 NATIVE_ROOT = 256
 """Largest matrix whose root is computed here; for larger ones LAPACK's blocked routines are faster."""
 
@@ -84,7 +83,9 @@ class Solver:
         bad = []
         for blocks, A in self._components:
             n, start = len(A), 8 * blocks.start
-            if n <= NATIVE_ROOT and times_root(self._solver, A.data_ptr(), n, rule.floor, common + start, change + start):
+            if n <= NATIVE_ROOT and times_root(
+                self._solver, A.data_ptr(), n, rule.floor, common + start, change + start
+            ):
                 continue
             try:
                 torch.mv(inverse_root_minus_identity(A, rule.floor), self.common[blocks], out=self.change[blocks])
