@@ -1,5 +1,9 @@
 """The extension module, see module.cpp. Addresses are those of tensors that the caller keeps alive."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
 from typing_extensions import CapsuleType
 
 instructions: str
@@ -40,3 +44,13 @@ def correct(
 ) -> None: ...
 def read_steps(addresses: list[int]) -> list[int]: ...
 def advance(addresses: list[int]) -> None: ...
+def unchanged(
+    params: list[Tensor],
+    states: Mapping[Tensor, dict[str, Any]],
+    own: list[dict[str, Any] | None],
+    things: list[Tensor],
+    addresses: list[int],
+    kinds: list[tuple[Any, ...]],
+    gradients: list[tuple[Any, ...]],
+    /,
+) -> bool: ...
