@@ -5,11 +5,11 @@ READY := .venv/.ready
 # Two workers on two cores, one thread each: more torch threads would only compete.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-.PHONY: setup test check lint reproduce docs clean
+.PHONY: setup test check lint wheel sanitize reproduce docs clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/blockmean/optim/native/*.[ch]pp)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -25,6 +25,19 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
+
+# One wheel per platform: its kernels fit every Python from 3.11 on and every torch.
+wheel: $(READY)
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
+# The kernels with AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the package; leaks are Python's own.
+sanitize: $(READY)
+	rm -rf build/sanitize && mkdir -p build/sanitize
+	cp -r src setup.py pyproject.toml README.md LICENSE build/sanitize
+	cd build/sanitize && rm -f src/blockmean/optim/native/*.so && BLOCKMEAN_SANITIZE=1 $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+		PYTHONPATH=build/sanitize/src OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -x tests/optim/test_native.py \
+		-k 'not fork'
 
 reproduce: $(READY)
 	$(BIN)/blockmean reproduce

@@ -15,8 +15,9 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path("src/blockmean/optim/native")
 # Compiled once for every instruction set, of which the module chooses one when it is loaded.
-KERNELS = {"kernels.cpp": [], "anova.cpp": ["-ffp-contract=fast"]}  # and what each adds to the flags
-REST = ["module.cpp", "pool.cpp", "solve.cpp", "spectrum.cpp"]
+# With what each adds to the flags below.
+KERNELS: dict[str, list[str]] = {"kernels.cpp": [], "spectrum.cpp": [], "anova.cpp": ["-ffp-contract=fast"]}
+REST = ["module.cpp", "pool.cpp", "solve.cpp", "watch.cpp"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 X86 = {"plain": [], "avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-mavx2", "-mfma", "-mf16c", *AVX512]}
 VARIANTS = X86 if platform.machine().lower() in ("x86_64", "amd64") else {"plain": []}

@@ -1,4 +1,4 @@
-"""The native kernels: equal to the reference for every kind of tensor, whatever the threads; clear about the others."""
+"""The native kernels: equal to the reference on every kind of tensor, whatever the threads; the rest is refused."""
 
 import gc
 import math
@@ -435,6 +435,18 @@ def test_parameters_that_share_memory_go_to_torch():
         optimizer.step()
 
 
+def test_a_gradient_without_memory_never_reaches_a_kernel():
+    param = nn.Parameter(torch.zeros(3, 4))
+    optimizer = AdamBMA([param])
+    param.grad = torch.ones(3, 4)
+    optimizer.step()
+    before = snapshot(optimizer)
+    param.grad = torch._efficientzerotensor(3, 4)
+    with pytest.raises(RuntimeError, match="A gradient has no memory of its own"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
 class Odd(torch.Tensor):
     """Whatever a subclass may mean, its memory does not tell."""
 
@@ -445,6 +457,7 @@ class Odd(torch.Tensor):
         (lambda p: (p, p, [p.double()]), "has state that has another dtype, shape or layout"),
         (lambda p: (p, p[:1], [p]), "has a gradient that has another dtype, shape or layout"),
         (lambda p: (p, torch._neg_view(p), [p]), "has a gradient that is not stored as it is"),
+        (lambda p: (p, torch._efficientzerotensor(2, 3), [p]), "has a gradient that is not stored as it is"),
         (lambda p: (p, p.to_sparse(), [p]), "has a gradient that has another dtype, shape or layout"),
         (lambda p: (p, torch.zeros(2, 3, device="meta"), [p]), "has a gradient that is on meta"),
         (lambda p: (p.as_subclass(Odd), p, [p]), "is a Odd"),

@@ -91,6 +91,10 @@ CASES = [
             "nonfinite": "skip",
         },
     ),
+    # By default native kernels serve all of these; the same with torch's operations.
+    Case("paper-torch", AdaGradBMA, {"fused": False}),
+    Case("weighted-unit-torch", AdaGradBMA, {"variant": "weighted", "partition": "unit", "fused": False}),
+    Case("adam-torch", AdamBMA, {"fused": False}),
     Case("full", AdaGradFull),
     Case("adam", AdamBMA),
     Case("adam-diagonal", AdamBMA, {"correction": False, "weight_decay": 0.1}),

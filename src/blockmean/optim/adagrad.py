@@ -42,6 +42,8 @@ class AdaGradBMA(CorrectedOptimizer):
         lr_decay, initial_accumulator_value, weight_decay, maximize: as in `torch.optim.Adagrad`.
         correction: False gives the diagonal method.
         nonfinite: what to do about a NaN or infinite gradient: "raise" (before anything changes) or "skip" the step.
+        foreach, fused: how to compute the same step, as in torch; if both are None, native kernels take all tensors on
+            the CPU that they serve.
 
     Cost O(d + L³) per step; state d + O(L²) numbers.
 

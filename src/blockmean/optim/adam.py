@@ -43,6 +43,8 @@ class AdamBMA(CorrectedOptimizer):
         maximize: step uphill.
         correction: False gives torch's AdamW.
         nonfinite: what to do about a NaN or infinite gradient: "raise" (before anything changes) or "skip" the step.
+        foreach, fused: how to compute the same step, as in torch; if both are None, native kernels take all tensors on
+            the CPU that they serve.
 
     Cost O(d) per step with coupling "none", which needs no eigendecomposition; state 2d + O(L) numbers.
 

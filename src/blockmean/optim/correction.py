@@ -81,6 +81,9 @@ def capped(c: Tensor, diagonal: Tensor, weight: Tensor, cap: float) -> Tensor:
     return torch.where(weight > 0, c.clamp(-limit, limit), 0.0)
 
 
+NOTHING = torch.empty(0)
+
+
 class Part(NamedTuple):
     """Pieces that share a rule and an implementation of the passes."""
 
@@ -147,9 +150,9 @@ class CorrectedOptimizer(BlockMeanOptimizer):
     def _refuse_fused(self, group: dict[str, Any], reasons: dict[int, str | None]) -> None:
         for i, reason in reasons.items():
             if reason:
-                name = shown_names(group)[i]
+                owner, name = type(self).__name__, shown_names(group)[i]
                 raise RuntimeError(
-                    f"{type(self).__name__}(fused=True) takes native kernels, which cannot serve {name}: it {reason}. "
+                    f"{owner}(fused=True) takes native kernels, which cannot serve {name}: it {reason}. "
                     "Take fused=None."
                 )
 
@@ -157,7 +160,8 @@ class CorrectedOptimizer(BlockMeanOptimizer):
 
     def _plan(self, work: Work) -> Plan:
         """The parts of a step, or those of the last one with the numbers of this one."""
-        rule, plan, group = self.rule(work.group), work.plan, work.group
+        rule, group = self.rule(work.group), work.group
+        plan: Plan | None = work.plan
         options = (rule.form, rule.cap is None, group["refresh_every"] > 1, group["foreach"], group["fused"])
         if plan is not None and plan.options == options:
             plan.parts = [
@@ -167,7 +171,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
                 )
                 for part in plan.parts
             ]
-            return plan  # type: ignore[no-any-return]
+            return plan
         *first, second = (work.moments[key] for key in self.entry_state)
         lists = Tensors(work.params, work.grads, first[0] if first else [], second, work.steps, work.cuts)
         count = sum(blocks.start < work.layout.num_coupled for blocks in work.blocks) if rule.form.corrects else 0
@@ -200,9 +204,9 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         return plan.columns
 
     def apply_(self, work: Work, solution: tuple[Tensor, Tensor | None] | None) -> None:
-        c, kappa = (torch.zeros(0) if x is None else work.in_order_of_pieces(x) for x in solution or (None, None))
+        c, kappa = (work.in_order_of_pieces(x) if x is not None else x for x in solution or (None, None))
         for part in work.plan.parts:
-            own = (c[part.columns], kappa[part.columns]) if part.rule.form.corrects else ([], [])
+            own = [x[part.columns] if x is not None and part.rule.form.corrects else NOTHING for x in (c, kappa)]
             part.passes.apply_(part.rule, part.tensors, *own)
 
     def _keep(self, work: Work) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
@@ -56,8 +57,22 @@ class Work:
     native: Collection[int] = ()  # tensors that native kernels take, by index
     plan: Any = None  # for the method's own use, from step to step as long as nothing changes
     pieces: list[Piece] = field(default_factory=list)  # those that take part
+    is_whole: bool = False  # no tensor is in pieces
     counters: list[int] = field(default_factory=list)  # addresses of the step counts, if the kernels can read them
     watch: Watch | None = None  # sees whether the lists can serve again
+
+    def serves_again(self, group: dict[str, Any], states: Mapping[Tensor, State]) -> bool:
+        """Whether nothing has changed but gradients, steps, and options that the lists do not depend on."""
+        params = group["params"]
+        return (
+            self.watch is not None
+            and group is self.group
+            and group.get("partition", self.layout.partition) == self.layout.partition
+            and group.get("coupling", self.layout.coupling) == self.layout.coupling
+            and len(params) == len(self.tensors)
+            and all(map(is_, params, self.tensors))
+            and self.watch.sees_no_change(params, states)
+        )
 
     def refresh(self) -> None:
         """Take the gradients and step counts of the next step."""
@@ -66,10 +81,14 @@ class Work:
         steps = dict(zip(self.states, counts, strict=True))
         self.steps = [steps[i] + 1 for i in self.indices]
         grads: Any = [self.tensors[i].grad for i in self.indices]
-        self.grads = [
-            grad if piece.rows is None else grad[slice(*piece.rows)]
-            for grad, piece in zip(grads, self.pieces, strict=True)
-        ]
+        self.grads = (
+            grads
+            if self.is_whole
+            else [
+                grad if piece.rows is None else grad[slice(*piece.rows)]
+                for grad, piece in zip(grads, self.pieces, strict=True)
+            ]
+        )
 
     def per_block(self, values: Tensor) -> list[Tensor]:
         """Split numbers per block into those of every piece."""
@@ -188,14 +207,13 @@ class BlockMeanOptimizer(Optimizer):
     def collect(self, number: int, at_rest: bool = False) -> Work | None:
         """The lists of one group; None if no parameter has a gradient. `at_rest`: all that have state, no gradients."""
         group = self.param_groups[number]
+        kept = None if at_rest else self._works.pop(number, None)
+        if kept is not None and kept.layout is self._layouts[number] and kept.serves_again(group, self.state):
+            kept.refresh()
+            return kept
+        kept = None  # with all that it holds
         tensors = distinct(group)
         layout = self._layout(number, tensors)
-        kept = None if at_rest else self._works.pop(number, None)
-        if kept is not None and kept.layout is layout and kept.group is group:
-            if kept.watch is not None and kept.watch.sees_no_change(tensors, self.state):
-                kept.refresh()
-                return kept
-            kept = None  # with all that it holds
         states = {
             i: self._state_of(param, group)
             for i, param in enumerate(tensors)
@@ -254,6 +272,7 @@ class BlockMeanOptimizer(Optimizer):
             if any(grad is None for grad in work.grads) or not Watch.can_see(work.tensors, work.states):
                 return
             work.watch = Watch(work.tensors, work.states)
+            work.is_whole = all(piece.rows is None for piece in work.pieces)
             counters = [state["step"] for state in work.states.values()]
             if native.is_available() and all(x.dtype == torch.float32 and x.is_cpu for x in counters):
                 work.counters = [x.data_ptr() for x in counters]

@@ -9,29 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockmean.optim import native
+
 PLAIN = (Tensor, nn.Parameter)
-
-
-def _kind(tensor: Tensor) -> tuple[object, ...]:
-    if tensor.layout is not torch.strided:  # has no strides
-        return (tensor.layout,)
-    return type(tensor), tensor.dtype, tensor.is_contiguous() or tensor.stride(), tensor.is_neg()
 
 
 class Watch:
     """The tensors behind a step: parameters, their states, and the kinds of their gradients.
 
-    Identity alone does not do: `tensor.data = …` gives a tensor other memory, another dtype or other strides.
+    Identity alone does not do: `tensor.data = …` gives a tensor other memory, another shape or other strides.
     """
 
     def __init__(self, tensors: Sequence[Tensor], states: Mapping[int, dict[str, Any]]) -> None:
-        self._states = states
-        self._things: list[Tensor] = []
-        for i, state in states.items():
-            self._things += [tensors[i], *state.values()]
+        self._own = [states.get(i) for i in range(len(tensors))]
+        self._things = [thing for i, state in states.items() for thing in (tensors[i], *state.values())]
         self._addresses = [thing.data_ptr() for thing in self._things]
         self._kinds = [_kind(tensors[i]) for i in states]
-        self._gradients = [_kind(grad) for i in states if (grad := tensors[i].grad) is not None]
+        self._gradients = [_gradient_kind(grad) for i in states if (grad := tensors[i].grad) is not None]
 
     @staticmethod
     def can_see(tensors: Sequence[Tensor], states: Mapping[int, dict[str, Any]]) -> bool:
@@ -39,25 +33,53 @@ class Watch:
         things = [thing for i, state in states.items() for thing in (tensors[i], tensors[i].grad, *state.values())]
         return all(type(thing) in PLAIN and thing.layout is torch.strided for thing in things)
 
-    def sees_no_change(self, tensors: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> bool:
+    def sees_no_change(self, tensors: list[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Whether these parameters and their states are the ones seen before, with gradients of the same kinds."""
-        own, things, kinds, gradients = self._states, [], [], []
-        for i, param in enumerate(tensors):
-            grad, state = param.grad, own.get(i)
-            if grad is None or state is None:
-                if grad is not None or state is not None:
-                    return False
-                continue
-            if states.get(param) is not state:
+        seen = (self._own, self._things, self._addresses, self._kinds, self._gradients)
+        if native.is_available():
+            return native.unchanged(tensors, states, *seen)
+        return unchanged(tensors, states, *seen)
+
+
+def unchanged(
+    tensors: list[Tensor],
+    states: Mapping[Tensor, dict[str, Any]],
+    own: list[dict[str, Any] | None],
+    things: list[Tensor],
+    addresses: list[int],
+    kinds: list[tuple[Any, ...]],
+    gradients: list[tuple[Any, ...]],
+) -> bool:
+    """What `Watch` asks, in Python; native/watch.cpp asks the same."""
+    found: list[Tensor] = []
+    own_kinds, grads = [], []
+    if len(tensors) != len(own):
+        return False
+    for param, state in zip(tensors, own, strict=True):
+        grad = param.grad
+        if grad is None or state is None:
+            if grad is not None or state is not None:
                 return False
-            things.append(param)
-            things += state.values()
-            kinds.append(_kind(param))
-            gradients.append(_kind(grad))
-        return (
-            len(things) == len(self._things)
-            and all(map(is_, things, self._things))
-            and [thing.data_ptr() for thing in things] == self._addresses
-            and kinds == self._kinds
-            and gradients == self._gradients
-        )
+            continue
+        if states.get(param) is not state:
+            return False
+        found += [param, *state.values()]
+        own_kinds.append(_kind(param))
+        grads.append(_gradient_kind(grad))
+    return (
+        len(found) == len(things)
+        and all(map(is_, found, things))
+        and [thing.data_ptr() for thing in found] == addresses
+        and own_kinds == kinds
+        and grads == gradients
+    )
+
+
+def _kind(param: Tensor) -> tuple[Any, ...]:
+    return param.shape, param.is_contiguous() or param.stride()
+
+
+def _gradient_kind(grad: Tensor) -> tuple[Any, ...]:
+    if grad.layout is not torch.strided:  # has no strides
+        return type(grad), grad.layout
+    return type(grad), grad.layout, grad.dtype, grad.is_neg(), grad.is_contiguous() or grad.stride()

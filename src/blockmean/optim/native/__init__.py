@@ -142,6 +142,7 @@ class Table:
         self._table = _kernels.table(numbers)
         self._out = out
         self._dtypes = {param.dtype for param in tensors.params}
+        self._grads: list[int] = []  # addresses, between the passes
         self.is_finite = False  # whether the last sums were
 
     def block_sums(self, rule: Rule, tensors: Tensors) -> Tensor:
@@ -149,11 +150,14 @@ class Table:
         rows = rows_of(rule)
         if self._out is None:
             self._out = torch.zeros(6, sum(self.counts), dtype=torch.float64, device="cpu")
-        out = self._out[:rows]
+        out = self._out[:rows] if len(self._out) > rows else self._out
+        grads = self._grads = [grad.data_ptr() for grad in tensors.grads if grad is not None]
+        if 0 in grads:  # the only thing that may be wrong with a gradient that looks like the last one
+            raise RuntimeError("A gradient has no memory of its own. Take fused=False.")
         self.is_finite = _kernels.block_sums(
             self._table,
             self._rule(rule),
-            [grad.data_ptr() for grad in tensors.grads if grad is not None],
+            grads,
             tensors.steps,
             out.data_ptr(),
             out.stride(0),
@@ -166,12 +170,13 @@ class Table:
         _kernels.apply_(
             self._table,
             self._rule(rule),
-            [grad.data_ptr() for grad in tensors.grads if grad is not None],
+            self._grads or [grad.data_ptr() for grad in tensors.grads if grad is not None],
             tensors.steps,
             c.data_ptr() if len(c) else 0,
             kappa.data_ptr() if len(kappa) else 0,
             torch.get_num_threads(),
         )
+        self._grads = []
         torch.autograd.graph.increment_version(self.written)  # so that a stale graph is noticed, as after torch's steps
 
     def _rule(self, rule: Rule) -> tuple[int | float, ...]:
@@ -209,3 +214,8 @@ def read_steps(addresses: list[int]) -> list[int]:
 def advance(addresses: list[int]) -> None:
     """Add one to each of these step counts."""
     _kernels.advance(addresses)
+
+
+def unchanged(*seen: Any) -> bool:
+    """The question of `watch.unchanged`."""
+    return _kernels.unchanged(*seen)

@@ -1,8 +1,10 @@
 """The extension module, see module.cpp. Addresses are those of tensors that the caller keeps alive."""
 
-from typing import NewType
+from collections.abc import Mapping
+from typing import Any
 
-CapsuleType = NewType("CapsuleType", object)  # of types only since Python 3.13
+from torch import Tensor
+from typing_extensions import CapsuleType
 
 instructions: str
 
@@ -47,3 +49,13 @@ def anova_apply_(
 ) -> list[int]: ...
 def read_steps(addresses: list[int]) -> list[int]: ...
 def advance(addresses: list[int]) -> None: ...
+def unchanged(
+    params: list[Tensor],
+    states: Mapping[Tensor, dict[str, Any]],
+    own: list[dict[str, Any] | None],
+    things: list[Tensor],
+    addresses: list[int],
+    kinds: list[tuple[Any, ...]],
+    gradients: list[tuple[Any, ...]],
+    /,
+) -> bool: ...

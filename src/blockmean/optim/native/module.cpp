@@ -15,6 +15,7 @@
 #include "passes.hpp"
 #include "pool.hpp"
 #include "solve.hpp"
+#include "watch.hpp"
 
 using namespace blockmean;
 
@@ -24,21 +25,28 @@ constexpr int64_t CHUNK = 1 << 14;   // entries of a task: its vectors fit into 
 constexpr int64_t STRIPE = 1 << 10;  // entries of a row that a task takes where blocks are columns
 constexpr int64_t GRAIN = 1 << 15;   // entries for which it pays to wake another thread
 
-const Kernels& kernels() {
+// What was compiled for the best instruction set that this processor has.
+struct Compiled {
+    const Kernels& passes;
+    TimesRoot times_root;
+};
+
+const Compiled& compiled() {
 #if defined(__x86_64__)
-    static const Kernels& best = [&]() -> const Kernels& {
+    static const Compiled best = [] {
         __builtin_cpu_init();
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-            return kernels_avx512;
+            return Compiled{kernels_avx512, times_root_avx512};
         // Every processor with AVX2 and FMA converts half precision as well.
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kernels_avx2;
-        return kernels_plain;
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+            return Compiled{kernels_avx2, times_root_avx2};
+        return Compiled{kernels_plain, times_root_plain};
     }();
-    return best;
 #else
-    return kernels_plain;
+    static const Compiled best{kernels_plain, times_root_plain};
 #endif
+    return best;
 }
 
 const AnovaKernels& anova_kernels() {
@@ -222,7 +230,7 @@ PyObject* block_sums(PyObject*, PyObject* args) {
     if (!table || !read_rule(tuple, rule, lr, decay) || !read_step(*table, rule, lr, decay, grads, steps)) return nullptr;
     bool finite;
     Py_BEGIN_ALLOW_THREADS
-    Call call{kernels(), rule, *table, address<double>(out), int64_t(stride), nullptr, nullptr};
+    Call call{compiled().passes, rule, *table, address<double>(out), int64_t(stride), nullptr, nullptr};
     parallel(int64_t(table->tasks.size()), table->threads(threads), sum_task, &call);
     finite = finish_sums(rule, *table, call.sums, call.stride);
     Py_END_ALLOW_THREADS
@@ -240,7 +248,7 @@ PyObject* apply_(PyObject*, PyObject* args) {
     double lr, decay;
     if (!table || !read_rule(tuple, rule, lr, decay) || !read_step(*table, rule, lr, decay, grads, steps)) return nullptr;
     Py_BEGIN_ALLOW_THREADS
-    Call call{kernels(), rule, *table, nullptr, 0, address<double>(c), address<double>(kappa)};
+    Call call{compiled().passes, rule, *table, nullptr, 0, address<double>(c), address<double>(kappa)};
     parallel(int64_t(table->tasks.size()), table->threads(threads), apply_task, &call);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
@@ -307,7 +315,10 @@ PyObject* times_root_(PyObject*, PyObject* args) try {
     if (!PyArg_ParseTuple(args, "OLLdLL", &capsule, &A, &n, &floor, &b, &out)) return nullptr;
     auto* solver = static_cast<Solver*>(PyCapsule_GetPointer(capsule, "blockmean.solver"));
     if (!solver) return nullptr;
-    return PyBool_FromLong(times_root(*solver, address<double>(A), n, floor, address<double>(b), address<double>(out)));
+    solver->numbers.resize(size_t(n * n + 4 * n));
+    solver->rotations.resize(size_t(rotations_for(n)));
+    return PyBool_FromLong(compiled().times_root(address<double>(A), n, floor, address<double>(b), address<double>(out),
+                                                 solver->numbers.data(), solver->rotations.data()));
 } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
 }
@@ -460,7 +471,10 @@ PyMethodDef METHODS[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-int fill_module(PyObject* module) { return PyModule_AddStringConstant(module, "instructions", kernels().name); }
+int fill_module(PyObject* module) {
+    if (PyModule_AddFunctions(module, blockmean_watch_methods)) return -1;
+    return PyModule_AddStringConstant(module, "instructions", compiled().passes.name);
+}
 
 PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, reinterpret_cast<void*>(fill_module)}, {0, nullptr}};
 PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_kernels", nullptr, 0, METHODS, SLOTS, nullptr, nullptr, nullptr};

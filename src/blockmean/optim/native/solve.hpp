@@ -26,7 +26,7 @@ struct Rotation {
 struct Solver {
     std::vector<Rows> rows;
     std::vector<double> scale, own;  // (L,) each: N, and n of the blocks that take part
-    std::vector<double> numbers;     // for `times_root`, to be used again
+    std::vector<double> numbers;     // room for `TimesRoot`
     std::vector<Rotation> rotations;
 };
 
@@ -40,8 +40,14 @@ struct Form {
 void accumulate(Solver&, const Form&, const double* sums, int64_t stride, double* common, double* change, double* A);
 
 // out = (A^-½ − I) b for the n×n matrix A, its eigenvalues raised to `floor` and to the rounding error of the largest.
-// False if the eigenvalues are not finite or do not converge.
-bool times_root(Solver&, const double* A, int64_t n, double floor, const double* b, double* out);
+// False if the eigenvalues are not finite or do not converge. Needs room for n² + 4n numbers and `rotations_for(n)`.
+typedef bool (*TimesRoot)(const double* A, int64_t n, double floor, const double* b, double* out, double* numbers,
+                          Rotation* rotations);
+constexpr int64_t rotations_for(int64_t n) { return 4 * n * n + 16; }  // about n² are needed
+extern const TimesRoot times_root_plain;
+#if defined(__x86_64__)
+extern const TimesRoot times_root_avx2, times_root_avx512;
+#endif
 
 // c = N [change + (1 − κ) common], and κ where the form keeps the trace.
 void correct(const Solver&, const Form&, const double* sums, int64_t stride, const double* common, const double* change,

@@ -3,13 +3,16 @@
 // A = H T Hᵀ with T tridiagonal, by Householder's reflections; T = Z diag(w) Zᵀ by implicit QL steps, products of
 // rotations. Both are applied to b one by one, and in reverse to f(w) ∘ (H Z)ᵀ b: (4/3) n³ operations in all, where
 // computing Z would take four times as many.
+//
+// Compiled once for every instruction set. Nothing of the standard library is used: a function of it that is compiled
+// here for one processor could be linked into code for another.
 #include "solve.hpp"
 
-#include <cmath>
-#include <limits>
+using namespace blockmean;
 
-namespace blockmean {
 namespace {
+
+constexpr double EPSILON = 0x1p-52;
 
 double dot(const double* a, const double* b, int64_t n) {
     double lanes[4] = {0, 0, 0, 0}, sum = 0;
@@ -37,7 +40,7 @@ void tridiagonalise(double* A, int64_t n, double* d, double* e, double* beta, do
         e[k] = v[0];
         beta[k] = 0;
         if (below == 0) continue;
-        e[k] = std::copysign(std::sqrt(v[0] * v[0] + below), -v[0]);
+        e[k] = __builtin_copysign(__builtin_sqrt(v[0] * v[0] + below), -v[0]);
         v[0] -= e[k];
         beta[k] = 2 / (v[0] * v[0] + below);
         for (int64_t i = 0; i < m; ++i) w[i] = beta[k] * dot(rest + i * n, v, m);
@@ -51,21 +54,20 @@ void tridiagonalise(double* A, int64_t n, double* d, double* e, double* beta, do
 }
 
 // Eigenvalues of T into d, by QL steps with implicit shifts; the rotations in order. False if they do not converge.
-bool diagonalise(double* d, double* e, int64_t n, std::vector<Rotation>& rotations) {
-    const double epsilon = std::numeric_limits<double>::epsilon();
+bool diagonalise(double* d, double* e, int64_t n, Rotation* rotations, int64_t room, int64_t& count) {
     e[n - 1] = 0;
     for (int64_t l = 0; l < n; ++l) {
         for (int turns = 0;; ++turns) {
             int64_t m = l;
-            while (m + 1 < n && std::fabs(e[m]) > epsilon * (std::fabs(d[m]) + std::fabs(d[m + 1]))) ++m;
+            while (m + 1 < n && __builtin_fabs(e[m]) > EPSILON * (__builtin_fabs(d[m]) + __builtin_fabs(d[m + 1]))) ++m;
             if (m == l) break;
             if (turns == 60) return false;
             double g = (d[l + 1] - d[l]) / (2 * e[l]);
-            g = d[m] - d[l] + e[l] / (g + std::copysign(std::sqrt(g * g + 1), g));
+            g = d[m] - d[l] + e[l] / (g + __builtin_copysign(__builtin_sqrt(g * g + 1), g));
             double s = 1, c = 1, p = 0;
             int64_t i = m - 1;
             for (; i >= l; --i) {
-                const double f = s * e[i], b = c * e[i], r = std::sqrt(f * f + g * g);
+                const double f = s * e[i], b = c * e[i], r = __builtin_sqrt(f * f + g * g);
                 e[i + 1] = r;
                 if (r == 0) {
                     d[i + 1] -= p;
@@ -78,7 +80,8 @@ bool diagonalise(double* d, double* e, int64_t n, std::vector<Rotation>& rotatio
                 p = s * t;
                 d[i + 1] = g + p;
                 g = c * t - b;
-                rotations.push_back({i, c, s});
+                if (count == room) return false;
+                rotations[count++] = {i, c, s};
             }
             if (i >= l) continue;
             d[l] -= p;
@@ -89,31 +92,29 @@ bool diagonalise(double* d, double* e, int64_t n, std::vector<Rotation>& rotatio
     return true;
 }
 
-}  // namespace
-
-bool times_root(Solver& solver, const double* matrix, int64_t n, double floor, const double* b, double* out) {
-    solver.numbers.resize(size_t(n * n + 4 * n));
-    solver.rotations.clear();
-    double *A = solver.numbers.data(), *d = A + n * n, *e = d + n, *beta = e + n, *w = beta + n;
+bool times_root(const double* matrix, int64_t n, double floor, const double* b, double* out, double* numbers,
+                Rotation* rotations) {
+    double *A = numbers, *d = A + n * n, *e = d + n, *beta = e + n, *w = beta + n;
     for (int64_t i = 0; i < n * n; ++i) A[i] = matrix[i];
     tridiagonalise(A, n, d, e, beta, w);
     for (int64_t i = 0; i < n; ++i)
-        if (!std::isfinite(d[i]) || (i + 1 < n && !std::isfinite(e[i]))) return false;
-    std::vector<Rotation>& rotations = solver.rotations;
-    if (!diagonalise(d, e, n, rotations)) return false;
+        if (!__builtin_isfinite(d[i]) || (i + 1 < n && !__builtin_isfinite(e[i]))) return false;
+    int64_t count = 0;
+    if (!diagonalise(d, e, n, rotations, rotations_for(n), count)) return false;
     double largest = d[0];
     for (int64_t i = 0; i < n; ++i) largest = d[i] > largest ? d[i] : largest;
     // Eigenvalues below the rounding error of the largest are rounding errors themselves.
-    const double noise = std::numeric_limits<double>::epsilon() * largest, bound = floor > noise ? floor : noise;
+    const double noise = EPSILON * largest, bound = floor > noise ? floor : noise;
     for (int64_t i = 0; i < n; ++i) out[i] = b[i];
     for (int64_t k = 0; k + 1 < n; ++k) reflect(A + k * n + k + 1, beta[k], out + k + 1, n - k - 1);
-    for (const Rotation& r : rotations) {
+    for (int64_t k = 0; k < count; ++k) {
+        const Rotation& r = rotations[k];
         const double x = out[r.i], y = out[r.i + 1];
         out[r.i] = r.c * x - r.s * y;
         out[r.i + 1] = r.s * x + r.c * y;
     }
-    for (int64_t i = 0; i < n; ++i) out[i] *= 1 / std::sqrt(d[i] < bound ? bound : d[i]) - 1;
-    for (size_t k = rotations.size(); k-- > 0;) {
+    for (int64_t i = 0; i < n; ++i) out[i] *= 1 / __builtin_sqrt(d[i] < bound ? bound : d[i]) - 1;
+    for (int64_t k = count; k-- > 0;) {
         const Rotation& r = rotations[k];
         const double x = out[r.i], y = out[r.i + 1];
         out[r.i] = r.c * x + r.s * y;
@@ -123,4 +124,9 @@ bool times_root(Solver& solver, const double* matrix, int64_t n, double floor, c
     return true;
 }
 
-}  // namespace blockmean
+}  // namespace
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+
+extern const TimesRoot blockmean::JOIN(times_root_, VARIANT) = times_root;

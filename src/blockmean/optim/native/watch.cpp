@@ -1,0 +1,93 @@
+// watch.py in C++: the same questions to the same Python objects, without an interpreter between them.
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "watch.hpp"
+
+namespace {
+
+struct Owned {  // a reference that ends with its scope
+    PyObject* object;
+    explicit Owned(PyObject* object) : object(object) {}
+    ~Owned() { Py_XDECREF(object); }
+    Owned(const Owned&) = delete;
+    operator PyObject*() const { return object; }
+};
+
+struct Names {
+    PyObject *grad, *data_ptr, *shape, *layout, *dtype, *is_neg, *is_contiguous, *stride;
+    Names()
+        : grad(PyUnicode_InternFromString("grad")), data_ptr(PyUnicode_InternFromString("data_ptr")),
+          shape(PyUnicode_InternFromString("shape")), layout(PyUnicode_InternFromString("layout")),
+          dtype(PyUnicode_InternFromString("dtype")), is_neg(PyUnicode_InternFromString("is_neg")),
+          is_contiguous(PyUnicode_InternFromString("is_contiguous")), stride(PyUnicode_InternFromString("stride")) {}
+};
+
+const Names& names() {
+    static const Names all;
+    return all;
+}
+
+PyObject* call(PyObject* object, PyObject* method) { return PyObject_CallMethodObjArgs(object, method, nullptr); }
+
+bool equal(PyObject* a, PyObject* b) { return a && PyObject_RichCompareBool(a, b, Py_EQ) == 1; }
+
+// True, or the strides of a tensor that is not contiguous.
+bool lies_like(PyObject* tensor, PyObject* known) {
+    Owned contiguous(call(tensor, names().is_contiguous));
+    if (!contiguous) return false;
+    if (contiguous == Py_True || known == Py_True) return contiguous == known;
+    return equal(Owned(call(tensor, names().stride)), known);
+}
+
+bool same_param(PyObject* param, PyObject* kind) {  // (shape, strides)
+    return equal(Owned(PyObject_GetAttr(param, names().shape)), PyTuple_GetItem(kind, 0)) &&
+           lies_like(param, PyTuple_GetItem(kind, 1));
+}
+
+bool same_gradient(PyObject* grad, PyObject* kind) {  // (type, layout, dtype, negated, strides)
+    return reinterpret_cast<PyObject*>(Py_TYPE(grad)) == PyTuple_GetItem(kind, 0) &&
+           Owned(PyObject_GetAttr(grad, names().layout)) == PyTuple_GetItem(kind, 1) &&
+           Owned(PyObject_GetAttr(grad, names().dtype)) == PyTuple_GetItem(kind, 2) &&
+           Owned(call(grad, names().is_neg)) == PyTuple_GetItem(kind, 3) && lies_like(grad, PyTuple_GetItem(kind, 4));
+}
+
+bool same_address(PyObject* tensor, PyObject* known) { return equal(Owned(call(tensor, names().data_ptr)), known); }
+
+// (params, states, own, things, addresses, kinds, gradients) → whether all is as it was. `own` has the state of every parameter or None, `things` the parameters and all that is in their states.
+PyObject* unchanged(PyObject*, PyObject* args) {
+    PyObject *params, *states, *own, *things, *addresses, *kinds, *gradients;
+    if (!PyArg_ParseTuple(args, "OOOOOOO", &params, &states, &own, &things, &addresses, &kinds, &gradients))
+        return nullptr;
+    const Py_ssize_t count = PyList_Size(params), total = PyList_Size(things);
+    bool same = count == PyList_Size(own);
+    Py_ssize_t thing = 0, member = 0;
+    const auto seen = [&](PyObject* object) {
+        if (thing >= total || PyList_GetItem(things, thing) != object) return false;
+        return same_address(object, PyList_GetItem(addresses, thing++));
+    };
+    for (Py_ssize_t i = 0; same && i < count; ++i) {
+        PyObject *param = PyList_GetItem(params, i), *state = PyList_GetItem(own, i);
+        Owned grad(PyObject_GetAttr(param, names().grad));
+        if (!grad || grad == Py_None || state == Py_None) {
+            same = grad == Py_None && state == Py_None;
+            continue;
+        }
+        same = PyDict_GetItemWithError(states, param) == state && seen(param) &&
+               same_param(param, PyList_GetItem(kinds, member)) && same_gradient(grad, PyList_GetItem(gradients, member));
+        ++member;
+        PyObject *key, *value;
+        Py_ssize_t place = 0;
+        while (same && PyDict_Next(state, &place, &key, &value)) same = seen(value);
+    }
+    PyErr_Clear();  // a tensor that cannot answer is not the one seen before
+    return PyBool_FromLong(same && thing == total);
+}
+
+}  // namespace
+
+PyMethodDef blockmean_watch_methods[] = {
+    {"unchanged", unchanged, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
