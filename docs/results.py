@@ -123,7 +123,7 @@ def race_brief(found: Sequence[TaskResult]) -> str:
         shown, own = ([one.arms[arm] for arm in names] for names in (SHOWN, rivals))
         seconds = [*(_times(one, arm.seconds_ratio) for arm in own), _fastest_other(one)]
         cells = [
-            [f"{mean(arm.final_loss):.3g}" for arm in shown],
+            [f"{mean(arm.final_loss):#.3g}".rstrip(".") for arm in shown],
             [_times(one, arm.steps_ratio) for arm in own],
             seconds,
             [f"{arm.bytes_per_parameter:.0f}" for arm in shown],

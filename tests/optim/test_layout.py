@@ -295,7 +295,7 @@ def test_wrapped_optimizers_are_diagnosed():
     optimizer = AdamBMA(model.named_parameters())
     train(model, optimizer, 3)
     assert diagnose(Wrapper(Wrapper(optimizer))).share == diagnose(optimizer).share
-    with pytest.raises(TypeError, match=r"must be AdamBMA or AdaGradBMA. Got 'Wrapper'"):
+    with pytest.raises(TypeError, match=r"must be Anova, AdamBMA or AdaGradBMA. Got 'Wrapper'"):
         diagnose(Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
