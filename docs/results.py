@@ -155,8 +155,8 @@ def controls(found: Sequence[TaskResult]) -> str:
             arm,
             str(own.loss_difference or "–"),
             own.verdict,
-            str(own.steps_ratio or "–"),
-            str(own.seconds_ratio or "–"),
+            one.times(own.steps_ratio),
+            one.times(own.seconds_ratio),
         ]
         for one in found
         for arm, own in one.arms.items()

@@ -226,6 +226,10 @@ class TaskResult(NamedTuple):
         """Whether AdamW missed its own target with a seed: then ratios to its steps and seconds are upper bounds."""
         return BASELINE in self.arms and self.arms[BASELINE].misses > 0
 
+    def times(self, ratio: MedianRange | None) -> str:
+        """A ratio to AdamW's steps or seconds as text."""
+        return "–" if ratio is None else f"{'≤ ' if self.is_bound else ''}{ratio}"
+
 
 def results(race: Race, folder: Path) -> list[TaskResult]:
     """What the records in a folder say."""
@@ -293,7 +297,7 @@ def _result(study: Study, found: Findings, arm: str, target: float | None) -> Re
 
 def table(found: TaskResult) -> Table:
     """The arms of a task, best final loss first."""
-    arms, bound = found.arms, "≤ " if found.is_bound else ""
+    arms = found.arms
 
     def failures(arm: str) -> str:
         counts = {"missed": arms[arm].misses, "diverged": arms[arm].diverged}
@@ -302,9 +306,6 @@ def table(found: TaskResult) -> Table:
     def median(values: Sequence[float], spec: str) -> str:
         return format_number(statistics.median(values), spec) if values else "–"
 
-    def times(ratio: MedianRange | None) -> str:
-        return "–" if ratio is None else f"{bound}{ratio}"
-
     def mean(values: Sequence[float]) -> str:
         return format_number(statistics.mean(values), ".4g")
 
@@ -312,9 +313,9 @@ def table(found: TaskResult) -> Table:
         *mean_columns(found.study, found.findings, BASELINE, final_loss, "final loss", ".4g", "− AdamW's"),
         Column("verdict", lambda arm: "–" if arm == BASELINE else arms[arm].verdict),
         Column("steps to target", lambda arm: median(arms[arm].steps, ".0f")),
-        Column("× AdamW's", lambda arm: times(arms[arm].steps_ratio)),
+        Column("× AdamW's", lambda arm: found.times(arms[arm].steps_ratio)),
         Column("seconds to target", lambda arm: median(arms[arm].seconds, ".4g")),
-        Column("× AdamW's", lambda arm: times(arms[arm].seconds_ratio)),
+        Column("× AdamW's", lambda arm: found.times(arms[arm].seconds_ratio)),
         Column("iteration × AdamW's", lambda arm: str(arms[arm].iteration_ratio or "–")),
         Column("held-out loss", lambda arm: mean(arms[arm].held_out_loss)),
         Column("bytes/param", lambda arm: f"{arms[arm].bytes_per_parameter:.1f}"),
