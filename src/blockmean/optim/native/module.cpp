@@ -28,6 +28,7 @@ constexpr int64_t GRAIN = 1 << 15;   // entries for which it pays to wake anothe
 // What was compiled for the best instruction set that this processor has.
 struct Compiled {
     const Kernels& passes;
+    const AnovaKernels& anova;
     TimesRoot times_root;
 };
 
@@ -37,24 +38,16 @@ const Compiled& compiled() {
         __builtin_cpu_init();
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-            return Compiled{kernels_avx512, times_root_avx512};
+            return Compiled{kernels_avx512, anova_avx512, times_root_avx512};
         // Every processor with AVX2 and FMA converts half precision as well.
         if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-            return Compiled{kernels_avx2, times_root_avx2};
-        return Compiled{kernels_plain, times_root_plain};
+            return Compiled{kernels_avx2, anova_avx2, times_root_avx2};
+        return Compiled{kernels_plain, anova_plain, times_root_plain};
     }();
 #else
-    static const Compiled best{kernels_plain, times_root_plain};
+    static const Compiled best{kernels_plain, anova_plain, times_root_plain};
 #endif
     return best;
-}
-
-const AnovaKernels& anova_kernels() {
-#if defined(__x86_64__)
-    if (&kernels() == &kernels_avx512) return anova_avx512;
-    if (&kernels() == &kernels_avx2) return anova_avx2;
-#endif
-    return anova_plain;
 }
 
 // The tensors of a list, what a thread may take of them at a time, and room for the partial sums of large blocks.
@@ -351,7 +344,7 @@ PyObject* make_matrices(PyObject*, PyObject* list) try {
         matrix.inner = x[i + 5], matrix.dtype = Dtype(x[i + 6]);
         for (int s = 0; s < STATES; ++s) matrix.state[s] = address<char>(x[i + 7 + size_t(s)]);
         starts.push_back(bytes);
-        bytes += (anova_kernels().room(matrix) + 63) / 64 * 64;
+        bytes += (compiled().anova.room(matrix) + 63) / 64 * 64;
         made->entries += matrix.units * matrix.inputs;
         made->all.push_back(matrix);
     }
@@ -382,7 +375,7 @@ PyObject* anova_sums(PyObject*, PyObject* args) {
     Py_BEGIN_ALLOW_THREADS
     const Job job = [](void* context, int64_t i) {
         auto& own = *static_cast<Matrices*>(context);
-        anova_kernels().sums(own.all[size_t(i)], own.maximize);
+        compiled().anova.sums(own.all[size_t(i)], own.maximize);
     };
     parallel(int64_t(at.size()), matrices->threads(threads), job, matrices);
     for (size_t i = 0; i < at.size(); ++i) {
@@ -420,8 +413,8 @@ PyObject* anova_apply(PyObject*, PyObject* args) {
         auto& own = *static_cast<Matrices*>(context);
         const Matrix& matrix = own.all[size_t(i)];
         const Step& step = own.steps[size_t(own.which[size_t(i)])];
-        anova_kernels().apply(matrix, step);
-        own.to_do[size_t(i)] = step.turns && !anova_kernels().turn(matrix);
+        compiled().anova.apply(matrix, step);
+        own.to_do[size_t(i)] = step.turns && !compiled().anova.turn(matrix);
     };
     parallel(int64_t(matrices->all.size()), matrices->threads(threads), job, matrices);
     Py_END_ALLOW_THREADS
