@@ -15,6 +15,8 @@ namespace {
 constexpr int SHORT = 32;  // additions in float before a lane moves on to double
 constexpr int AHEAD = 1024;  // bytes: asking for memory that early makes large lists a tenth faster
 
+constexpr bool LINE = VECTOR_BYTES >= 64;  // whether a vector fills a line of the cache
+
 template <class T> INLINE void prefetch(const T* p) { __builtin_prefetch(reinterpret_cast<const char*>(p) + AHEAD); }
 
 // One step of one vector: its loads, its moments and its scales.
@@ -41,8 +43,8 @@ template <class T, bool ADAM> struct Entry {
           second(reinterpret_cast<A*>(piece.second)) {}
 
     // The gradient after sign and weight decay; with `update` also the parameter, which then is needed in any case.
-    template <bool PART> ALWAYS void read_gradient(int64_t i, int n, bool update) {
-        if (!PART) {
+    template <bool PART, bool FETCH> ALWAYS void read_gradient(int64_t i, int n, bool update) {
+        if (FETCH) {
             prefetch(grad + i);
             if (update) prefetch(param + i);
         }
@@ -50,8 +52,8 @@ template <class T, bool ADAM> struct Entry {
         if (update || (decays && !ADAM)) p = PART ? load(param + i, n) : load(param + i);
         if (decays && !ADAM) g = fma(weight_decay, p, g);
     }
-    template <bool PART> ALWAYS void read_moments(int64_t i, int n) {
-        if (!PART) {
+    template <bool PART, bool FETCH> ALWAYS void read_moments(int64_t i, int n) {
+        if (FETCH) {
             prefetch(second + i);
             if (ADAM) prefetch(first + i);
         }
@@ -87,11 +89,11 @@ template <class T, bool ADAM, Sums SUMS> struct Pass1 {
     static constexpr int W = E::W, R = ROWS[SUMS];
 
     // What W entries from i add to every row; lanes from n are zero.
-    template <bool PART> INLINE void contribute(E& e, int64_t i, int n, V (&out)[R]) {
-        e.template read_gradient<PART>(i, n, false);
+    template <bool PART, bool FETCH = !PART> INLINE void contribute(E& e, int64_t i, int n, V (&out)[R]) {
+        e.template read_gradient<PART, FETCH>(i, n, false);
         out[0] = e.g;
         if constexpr (SUMS != GRADIENT) {
-            e.template read_moments<PART>(i, n);
+            e.template read_moments<PART, FETCH>(i, n);
             e.template scale<(SUMS >= WEIGHTED)>();
         }
         if constexpr (SUMS == PAPER || SUMS == CONSISTENT) {
@@ -131,9 +133,16 @@ template <class T, bool ADAM, Sums SUMS> struct Pass1 {
         while (end - i >= W) {
             V lanes[R] = {}, x[R];
             int64_t stop = end - i >= SHORT * W ? i + SHORT * W : end - (end - i) % W;
-            for (; i < stop; i += W) {
+            for (; i + 2 * W <= stop; i += 2 * W) {  // together they take one line of the cache, fetched once
                 contribute<false>(e, i, W, x);
                 for (int k = 0; k < R; ++k) lanes[k] += x[k];
+                contribute<false, LINE>(e, i + W, W, x);
+                for (int k = 0; k < R; ++k) lanes[k] += x[k];
+            }
+            if (i < stop) {
+                contribute<false>(e, i, W, x);
+                for (int k = 0; k < R; ++k) lanes[k] += x[k];
+                i += W;
             }
             for (int k = 0; k < R; ++k) totals[k].add(lanes[k]);
         }
@@ -184,9 +193,9 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
     static constexpr int W = E::W;
 
     // θ ← θ − η (κ m̂/z + w c), with κ multiplied by the factor m̂ / m.
-    template <bool PART> INLINE void update(E& e, int64_t i, int n, V c, V kappa) {
-        e.template read_gradient<PART>(i, n, true);
-        e.template read_moments<PART>(i, n);
+    template <bool PART, bool FETCH = !PART> INLINE void update(E& e, int64_t i, int n, V c, V kappa) {
+        e.template read_gradient<PART, FETCH>(i, n, true);
+        e.template read_moments<PART, FETCH>(i, n);
         PART ? store(e.second + i, e.r, n) : store(e.second + i, e.r);
         if (ADAM) PART ? store(e.first + i, e.m, n) : store(e.first + i, e.m);
         e.template scale<(SUMS == WEIGHTED)>();
@@ -197,6 +206,18 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
         if (ADAM && e.decays) delta = fma(e.weight_decay, e.p, delta);
         V p = fma(e.rate, delta, e.p);
         PART ? store(e.param + i, p, n) : store(e.param + i, p);
+    }
+
+    INLINE void walk(E& e, int64_t i, int64_t end, V c, V kappa) {
+        for (; end - i >= 2 * W; i += 2 * W) {
+            update<false>(e, i, W, c, kappa);
+            update<false, LINE>(e, i + W, W, c, kappa);
+        }
+        if (end - i >= W) {
+            update<false>(e, i, W, c, kappa);
+            i += W;
+        }
+        if (i < end) update<true>(e, i, int(end - i), c, kappa);
     }
 
     INLINE V gather(const double* values, int n, double other) {
@@ -211,8 +232,7 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
         if (SUMS == GRADIENT) {  // blocks play no part
             for (int64_t o = 0; o < piece.outer; ++o) {
                 int64_t i = o * row + task.begin, end = o * row + task.end;
-                for (; end - i >= W; i += W) update<false>(e, i, W, V{}, e.gain);
-                if (i < end) update<true>(e, i, int(end - i), V{}, e.gain);
+                walk(e, i, end, V{}, e.gain);
             }
             return;
         }
@@ -229,8 +249,7 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
             for (int64_t j = task.begin; j < task.end; j += piece.inner, ++block) {
                 V own = E::all(c[block]), factor = E::all(kappa ? kappa[block] : 1.0) * e.gain;
                 int64_t i = o * row + j, end = o * row + (j + piece.inner < task.end ? j + piece.inner : task.end);
-                for (; end - i >= W; i += W) update<false>(e, i, W, own, factor);
-                if (i < end) update<true>(e, i, int(end - i), own, factor);
+                walk(e, i, end, own, factor);
             }
         }
     }
