@@ -124,6 +124,10 @@ def _list(profile: str) -> None:
         print(f"arm   {name:20} {arm.optimizer}{options}; rates {rates}")
 
 
+WIDE = 170
+"""Columns of a window in which the whole table of a task can be read."""
+
+
 def _run(race: Race, records: Path, data_dir: Path | None, jobs: int, out: Path) -> None:
     """Make the runs that have no record yet, task after task; what is known is written after each."""
     columns = (
@@ -176,12 +180,18 @@ def _show(found: list[TaskResult], out: Path) -> None:
         "or smallest tried.",
         style="dim",
     )
+    if console.width < WIDE:
+        console.print(f"A window of {WIDE} columns shows the whole tables; race.json has everything.", style="dim")
     for path in (out / "race.json", *sorted(out.glob("race*.png"))):
         console.print(str(path), soft_wrap=True)
 
 
 def _rich(cells: Cells) -> Table:
-    shown = Table(*cells.header, title=cells.title, title_justify="left")
+    """All columns, or in a narrow window those that matter most."""
+    headers = dict(enumerate(cells.header))
+    if console.width < WIDE:
+        headers = {0: "optimizer", 3: "final loss", 5: "verdict", 7: "steps × AdamW's", 9: "seconds × AdamW's"}
+    shown = Table(*headers.values(), title=cells.title, title_justify="left")
     for row in cells.rows:
-        shown.add_row(*row)
+        shown.add_row(*(row[i] for i in headers))
     return shown
