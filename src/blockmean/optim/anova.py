@@ -97,6 +97,7 @@ class Plan:
     began: list[int] = field(default_factory=list)  # the addresses of their `began`
     ages: list[tuple[int, int]] = field(default_factory=list)  # their steps, and those since their means began
     others: list[int] = field(default_factory=list)  # matrices that the kernels cannot serve, or whose means begin
+    serves_again: bool = True
     sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # zeros, one per tensor
 
     def ages_of(self, work: Work) -> bool:
@@ -244,11 +245,14 @@ class Anova(BlockMeanOptimizer):
             kind = self._kind(work, j)
             if kind.means == (0, 0):
                 plan.plain.append(j)
-            elif wanted and self._can_compile(work, j) and kind.fits(work.states[i]):
+            elif not (wanted and self._can_compile(work, j)):
+                plan.others.append(j)
+            elif kind.fits(work.states[i]):
                 plan.compiled.append(j)
                 begun.add(kind)
             else:
                 plan.others.append(j)
+                plan.serves_again = False  # from the next step on the kernels take it
         for kind in begun:
             self._stack(work, kind, [work.indices[j] for j in plan.compiled if self._kind(work, j) == kind])
         if plan.compiled:
@@ -342,8 +346,8 @@ class Anova(BlockMeanOptimizer):
                     assert solution is not None
                     with torch.autocast(solution.device.type, enabled=False):  # products keep their precision
                         parts.apply_(step, [work.params[j] for j in at], grads, batch.buffers, solution[:, at])
-        if plan.others:
-            work.plan = None  # some may have begun: the kernels can take them from now on
+        if not plan.serves_again:
+            work.plan = None
 
     def _numbers(self, group: dict[str, Any], steps: int, age: int) -> Step:
         turns = age % group["refresh_every"] == 0
