@@ -3,11 +3,9 @@
 
 #include "anova.hpp"
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <type_traits>
-#include <vector>
+#include <cfloat>
+#include <cstdlib>
+#include <cstring>
 
 #include "products.hpp"
 
@@ -17,26 +15,39 @@ namespace {
 
 constexpr double INERTIA = 1e-3, CLOSEST = 1e-5;  // as in _linalg.py
 
+// Nothing of the standard library: the linker would keep one copy of it, perhaps that of another instruction set.
+ALWAYS int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+template <class T> ALWAYS T larger(T a, T b) { return a < b ? b : a; }
+template <class A> void put(A* to, A* end, A value) {
+    for (; to < end; ++to) *to = value;
+}
+template <class A> void put(A* to, const A* from, int64_t count) { std::memcpy(to, from, sizeof(A) * size_t(count)); }
+
 // Rows that are processed together: enough for long sums; few enough that their entries stay in the cache, and their
 // pages in the translation buffer.
 int64_t rows_at_a_time(int64_t columns) {
-    const int64_t rows = std::max<int64_t>((1 << 14) / columns, std::min<int64_t>(36, (1 << 18) / columns));
-    return std::max<int64_t>(rows / TILE_ROWS, 1) * TILE_ROWS;
+    const int64_t rows = larger<int64_t>((1 << 14) / columns, smaller(36, (1 << 18) / columns));
+    return larger<int64_t>(rows / TILE_ROWS, 1) * TILE_ROWS;
 }
 
 template <class A> int64_t padded(int64_t k) { return (k + Lanes<A>::W - 1) / Lanes<A>::W * Lanes<A>::W; }
 
 // The scratch memory of a thread. It only grows: a step allocates nothing once all shapes have been seen.
 template <class A> struct Scratch {
-    std::vector<A> memory;
-    size_t used = 0;
+    A* memory = nullptr;
+    size_t size = 0, used = 0;
 
+    ~Scratch() { std::free(memory); }
     void reserve(int64_t entries) {
         used = 0;
-        if (memory.size() < size_t(entries)) memory.resize(size_t(entries));
+        if (size >= size_t(entries)) return;
+        std::free(memory);
+        size = size_t(entries);
+        memory = static_cast<A*>(std::malloc(size * sizeof(A)));
+        if (!memory) std::abort();  // as torch would end, but without a way to say so from here
     }
     Place<A> take(int64_t rows, int64_t columns) {
-        Place<A> place{memory.data() + used, columns};
+        Place<A> place{memory + used, columns};
         used += size_t(rows * columns);
         return place;
     }
@@ -45,22 +56,22 @@ template <class A> struct Scratch {
 // to = from, with zeros in the columns that `from` lacks.
 template <class A> void copy(int64_t rows, int64_t columns, const A* from, Place<A> to) {
     for (int64_t i = 0; i < rows; ++i) {
-        std::copy(from + i * columns, from + (i + 1) * columns, to.data + i * to.row);
-        std::fill(to.data + i * to.row + columns, to.data + (i + 1) * to.row, A(0));
+        put(to.data + i * to.row, from + i * columns, columns);
+        put(to.data + i * to.row + columns, to.data + (i + 1) * to.row, A(0));
     }
 }
 
 // The first columns of `from`.
 template <class A> void copy_out(int64_t rows, int64_t columns, Place<const A> from, A* to) {
     for (int64_t i = 0; i < rows; ++i)
-        std::copy(from.data + i * from.row, from.data + i * from.row + columns, to + i * columns);
+        put(to + i * columns, from.data + i * from.row, columns);
 }
 
 // to = fromᵀ, with zeros in the columns that are left.
 template <class A> void transpose(int64_t rows, int64_t columns, const A* from, Place<A> to) {
     for (int64_t j = 0; j < columns; ++j) {
         for (int64_t i = 0; i < rows; ++i) to.data[j * to.row + i] = from[i * columns + j];
-        std::fill(to.data + j * to.row + rows, to.data + (j + 1) * to.row, A(0));
+        put(to.data + j * to.row + rows, to.data + (j + 1) * to.row, A(0));
     }
 }
 
@@ -76,12 +87,12 @@ bool inverse_factor(int64_t k, Place<double> gram, Place<double> inverse) {
             for (int64_t l = 0; l < i; ++l) sum -= row[l] * other[l];
             if (i < j) row[i] = sum / other[i];
             else if (!(sum > CLOSEST * CLOSEST)) return false;
-            else row[i] = std::sqrt(sum);
+            else row[i] = __builtin_sqrt(sum);
         }
     }
     for (int64_t j = 0; j < k; ++j) {
         double* out = inverse.data + j * inverse.row;
-        std::fill(out, out + inverse.row, 0.0);
+        put(out, out + inverse.row, 0.0);
         out[j] = 1 / gram.data[j * gram.row + j];
         for (int64_t i = j + 1; i < k; ++i) {
             const double* row = gram.data + i * gram.row;
@@ -100,15 +111,15 @@ void orthonormalize(int64_t n, int64_t k, Place<const A> W, Place<const A> sketc
     room.reserve((2 * n + 2 * k + 1) * p);
     Place<double> Z = room.take(n, p), Q = room.take(n, p), gram = room.take(k, p), inverse = room.take(k, p);
     double* const length = room.take(1, p).data;
-    std::fill(length, length + p, 0.0);
+    put(length, length + p, 0.0);
     for (int64_t i = 0; i < n; ++i)
         for (int64_t j = 0; j < k; ++j) length[j] += double(sketch.data[i * sketch.row + j]) * sketch.data[i * sketch.row + j];
-    for (int64_t j = 0; j < k; ++j) length[j] = 1 / std::max(std::sqrt(length[j]), std::numeric_limits<double>::min());
+    for (int64_t j = 0; j < k; ++j) length[j] = 1 / larger(__builtin_sqrt(length[j]), DBL_MIN);
     for (int64_t i = 0; i < n; ++i) {
         double* z = Z.data + i * p;
         for (int64_t j = 0; j < k; ++j)
             z[j] = sketch.data[i * sketch.row + j] * length[j] + INERTIA * W.data[i * W.row + j];
-        std::fill(z + k, z + p, 0.0);
+        put(z + k, z + p, 0.0);
     }
     bool good = true;
     double* const empty = length;  // 1 for columns that are zero, which stay zero
@@ -121,7 +132,8 @@ void orthonormalize(int64_t n, int64_t k, Place<const A> W, Place<const A> sketc
         }
         good = inverse_factor(k, gram, inverse);
         if (good) multiply<double>(n, p, k, Z, inverse, {}, Q);
-        std::swap(Z, Q);
+        const Place<double> old = Z;
+        Z = Q, Q = old;
     }
     for (int64_t i = 0; i < n; ++i)
         for (int64_t j = 0; j < out.row; ++j)
@@ -168,7 +180,7 @@ template <class A> struct Adam {
 // P: how parameters and gradients are stored; A: arithmetic and state.
 template <class P> struct Work {
     typedef typename Arithmetic<P>::type A;
-    static constexpr bool converts = !std::is_same<P, A>::value;
+    static constexpr bool converts = sizeof(P) != sizeof(A);
 
     const Matrix& matrix;
     const int64_t O = matrix.units, I = matrix.inputs, k = matrix.unit_means, q = matrix.input_means;
@@ -210,15 +222,15 @@ template <class P> struct Work {
         transpose(q, I, state(INPUTS), V);
         double total = 0;
         for (int64_t top = 0; top < O; top += height) {
-            const int64_t n = std::min(height, O - top);
+            const int64_t n = smaller(height, O - top);
             const Place<const A> G = rows(top, n, room, maximize);
             total += squares(G.data, n * I);
             multiply<A>(n, qp, I, G, V, {}, GV.at(top));
             multiply_transposed<A>(k, I, n, U.at(top), G, top ? Place<const A>(UG) : Place<const A>{}, UG);
         }
         // In torch's operations the length of a float32 gradient is a float32.
-        const bool overflows = total > double(std::numeric_limits<A>::max());
-        return overflows ? std::numeric_limits<double>::infinity() : total;
+        const double most = sizeof(A) == sizeof(float) ? double(FLT_MAX) : DBL_MAX;
+        return total > most ? __builtin_inf() : total;
     }
 
     static double squares(const A* x, int64_t n) {
@@ -237,7 +249,7 @@ template <class P> struct Work {
     }
 
     void apply(const Step& step, Scratch<A>& scratch) const {
-        const int64_t kept = in_place ? std::min(height, O) : O;  // rows of E
+        const int64_t kept = in_place ? smaller(height, O) : O;  // rows of E
         scratch.reserve((height + kept) * I + O * (2 * kp + 2 * qp) + I * (kp + qp) + 2 * k * (I + qp));
         const Place<A> room = scratch.take(height, I), E = scratch.take(kept, I);
         const Place<A> U = scratch.take(O, kp), GGU = scratch.take(O, kp), R = scratch.take(O, qp), left = scratch.take(O, qp);
@@ -252,13 +264,13 @@ template <class P> struct Work {
         multiply_transposed<A>(k, qp, O, U, GV, {}, K);
         multiply<A>(O, qp, k, U, K, GV, R, -1);
         multiply<A>(k, I, q, K, Vt, UG, L, -1);
-        std::fill(K_step.data, K_step.data + k * qp, A(0));
-        const double length = std::sqrt(matrix.square) * step.noise, tall = std::sqrt(double(O)), wide = std::sqrt(double(I));
+        put(K_step.data, K_step.data + k * qp, A(0));
+        const double length = __builtin_sqrt(matrix.square) * step.noise, tall = __builtin_sqrt(double(O)), wide = __builtin_sqrt(double(I));
         const auto adam = [&](double size, bool is_remainder) {
             const double decay = is_remainder ? step.beta2 : step.mean_beta;
             const double unbias = is_remainder ? step.unbias_rest : step.unbias_means;
             const double longest = is_remainder ? step.longest_rest : step.longest_means;
-            const double floor = std::max(length / size + step.eps, step.smallest);
+            const double floor = larger(length / size + step.eps, step.smallest);
             return Adam<A>{A(1 - step.beta1), A(decay), A(unbias), A(floor), A(longest)};
         };
         adam(1, false).step(k, q, state(GRAND_AVG), state(GRAND_SQ), K, K_step);
@@ -271,7 +283,7 @@ template <class P> struct Work {
         for (int64_t j = 0; j < q * I; ++j) input_sketch[j] *= forget;
 
         for (int64_t top = 0; top < O; top += height) {
-            const int64_t n = std::min(height, O - top);
+            const int64_t n = smaller(height, O - top);
             const Place<const A> G = rows(top, n, room, step.maximize);
             const Place<A> e = in_place ? E : E.at(top);
             multiply<A>(n, I, q, GV.at(top), Vt, G, e, -1);
@@ -289,7 +301,7 @@ template <class P> struct Work {
         multiply_transposed<A>(k, qp, O, U, R, K_step, K_step, -1);
         multiply<A>(O, qp, k, U, K_step, R, left);
         for (int64_t top = 0; top < O; top += height) {
-            const int64_t n = std::min(height, O - top);
+            const int64_t n = smaller(height, O - top);
             const Place<A> out = in_place ? Place<A>{reinterpret_cast<A*>(param) + top * I, I} : E.at(top);
             multiply<A>(n, I, q, left.at(top), Vt, out, out, in_place ? -rate : 1);
             multiply<A>(n, I, k, U.at(top), L_step, out, out, in_place ? -rate : 1);
@@ -379,7 +391,7 @@ template <class P> struct Work {
 
         // Split m with the new U and V.
         for (int64_t top = 0; top < O; top += height) {
-            const int64_t n = std::min(height, O - top);
+            const int64_t n = smaller(height, O - top);
             const Place<const A> part{m + top * I, I};
             multiply<A>(n, qp, I, part, new_V, {}, left.at(top));
             multiply_transposed<A>(k, I, n, new_U.at(top), part, top ? Place<const A>(Um) : Place<const A>{}, Um);
@@ -396,7 +408,7 @@ template <class P> struct Work {
     // m += alpha (left Vᵀ + U L)
     void add_low_rank(A* m, Place<const A> left, Place<const A> Vt, Place<const A> U, Place<const A> L, A alpha) const {
         for (int64_t top = 0; top < O; top += height) {
-            const int64_t n = std::min(height, O - top);
+            const int64_t n = smaller(height, O - top);
             const Place<A> part{m + top * I, I};
             multiply<A>(n, I, q, left.at(top), Vt, part, part, alpha);
             multiply<A>(n, I, k, U.at(top), L, part, part, alpha);
