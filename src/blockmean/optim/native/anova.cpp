@@ -21,7 +21,9 @@ template <class T> ALWAYS T larger(T a, T b) { return a < b ? b : a; }
 template <class A> void put(A* to, A* end, A value) {
     for (; to < end; ++to) *to = value;
 }
-template <class A> void put(A* to, const A* from, int64_t count) { std::memcpy(to, from, sizeof(A) * size_t(count)); }
+template <class A> void put(A* to, const A* from, int64_t count) {
+    if (count) std::memcpy(to, from, sizeof(A) * size_t(count));  // without means there is nothing to point at
+}
 
 // Rows that are processed together: enough for long sums; few enough that their entries stay in the cache, and their
 // pages in the translation buffer.
