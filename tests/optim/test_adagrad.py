@@ -267,10 +267,10 @@ def test_paper_variant_can_leave_the_descent_direction():
 # -------------------------------------------------------------------- convergence
 
 
-def rosenbrock(variant, coupling, scale, steps=3000, start=-0.5):
+def rosenbrock(variant, coupling, scale, steps=3000, start=-0.5, fused=None):
     x = torch.tensor([start], dtype=torch.float64, requires_grad=True)
     y = torch.tensor([0.8], dtype=torch.float64, requires_grad=True)
-    optimizer = AdaGradBMA([x, y], lr=0.5, variant=variant, coupling=coupling)
+    optimizer = AdaGradBMA([x, y], lr=0.5, variant=variant, coupling=coupling, fused=fused)
     loss = torch.tensor(0.0)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -283,7 +283,8 @@ def rosenbrock(variant, coupling, scale, steps=3000, start=-0.5):
 @pytest.mark.parametrize("coupling", ["all", "none"])
 @pytest.mark.parametrize("variant", ["consistent", "weighted"])
 def test_converges_on_rosenbrock(variant, coupling):
-    """From most starts: the path is chaotic, and one in ten still swings after 3000 steps, whoever computes them."""
+    """The kernels from most of three starts: the path is chaotic, and rounding decides when it stops swinging."""
+    assert rosenbrock(variant, coupling, scale=1.0, fused=False) < 1e-3
     losses = [rosenbrock(variant, coupling, scale=1.0, start=-0.5 + k * 1e-13) for k in range(3)]
     assert sorted(losses)[1] < 1e-3
 

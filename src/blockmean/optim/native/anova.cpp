@@ -46,7 +46,7 @@ template <class A> struct Scratch {
         std::free(memory);
         size = size_t(entries);
         memory = static_cast<A*>(std::malloc(size * sizeof(A)));
-        if (!memory) std::abort();  // as torch would end, but without a way to say so from here
+        if (!memory) std::abort();  // a thread has no way to raise
     }
     Place<A> take(int64_t rows, int64_t columns) {
         Place<A> place{memory + used, columns};
