@@ -296,9 +296,7 @@ class Anova(BlockMeanOptimizer):
         """Whether gradients are finite, and how large their rounding errors are: the squared length of every matrix."""
         plan = work.plan = self._plan(work)
         grads: Any = work.grads
-        work.is_finite = plan.matrices is None or plan.matrices.sums(
-            [grads[j] for j in plan.compiled], work.group["maximize"]
-        )
+        work.is_finite = plan.matrices is None or plan.matrices.sums([grads[j] for j in plan.compiled])
         if plan.is_compiled and plan.plain:
             plan.passes.block_sums(self._rule(work.group), self._plain(work, plan))
             work.is_finite = work.is_finite and plan.passes.is_finite

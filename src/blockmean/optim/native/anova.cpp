@@ -69,12 +69,15 @@ template <class A> void copy_out(int64_t rows, int64_t columns, Place<const A> f
         put(to + i * columns, from.data + i * from.row, columns);
 }
 
-// to = fromᵀ, with zeros in the columns that are left.
-template <class A> void transpose(int64_t rows, int64_t columns, const A* from, Place<A> to) {
+// to = fromᵀ of the first columns of `from`, with zeros in the columns of `to` that are left.
+template <class A> void transpose(int64_t rows, int64_t columns, Place<const A> from, Place<A> to) {
     for (int64_t j = 0; j < columns; ++j) {
-        for (int64_t i = 0; i < rows; ++i) to.data[j * to.row + i] = from[i * columns + j];
+        for (int64_t i = 0; i < rows; ++i) to.data[j * to.row + i] = from.data[i * from.row + j];
         put(to.data + j * to.row + rows, to.data + (j + 1) * to.row, A(0));
     }
+}
+template <class A> void transpose(int64_t rows, int64_t columns, const A* from, Place<A> to) {
+    transpose<A>(rows, columns, Place<const A>{from, columns}, to);
 }
 
 // ------------------------------------------------------------------ orthonormal columns
@@ -191,10 +194,8 @@ template <class P> struct Work {
     const bool in_place = !converts && inner == 1;  // else the step is put together first, and rounded once
     P* const param = reinterpret_cast<P*>(matrix.param);
     const P* const grad = reinterpret_cast<const P*>(matrix.grad);
-    const Place<A> GV{reinterpret_cast<A*>(matrix.products), qp}, UG{GV.data + O * qp, I};
 
     A* state(State which) const { return reinterpret_cast<A*>(matrix.state[which]); }
-    int64_t room() const { return O * qp + k * I; }
 
     // Some rows of the gradient, converted and in order.
     Place<const A> rows(int64_t top, int64_t n, Place<A> room, bool maximize) const {
@@ -217,57 +218,58 @@ template <class P> struct Work {
         return room;
     }
 
-    double sums(bool maximize, Scratch<A>& scratch) const {
-        scratch.reserve(height * I + O * kp + I * qp);
-        const Place<A> room = scratch.take(height, I), U = scratch.take(O, kp), V = scratch.take(I, qp);
-        copy(O, k, state(UNITS), U);
-        transpose(q, I, state(INPUTS), V);
-        double total = 0;
-        for (int64_t top = 0; top < O; top += height) {
-            const int64_t n = smaller(height, O - top);
-            const Place<const A> G = rows(top, n, room, maximize);
-            total += squares(G.data, n * I);
-            multiply<A>(n, qp, I, G, V, {}, GV.at(top));
-            multiply_transposed<A>(k, I, n, U.at(top), G, top ? Place<const A>(UG) : Place<const A>{}, UG);
-        }
-        // In torch's operations the length of a float32 gradient is a float32.
-        const double most = sizeof(A) == sizeof(float) ? double(FLT_MAX) : DBL_MAX;
-        return total > most ? __builtin_inf() : total;
-    }
-
-    static double squares(const A* x, int64_t n) {
+    double square() const {
         constexpr int W = Lanes<A>::W;
+        const int64_t n = O * I;
         Total<A> total;
         int64_t j = 0;
         for (; j + W <= n; j += W) {
-            const Vec<A> a = load(x + j);
+            const Vec<A> a = load(grad + j);
             total.add(a * a);
         }
         if (j < n) {
-            const Vec<A> a = load(x + j, int(n - j));
+            const Vec<A> a = load(grad + j, int(n - j));
             total.add(a * a);
         }
-        return total.sum();
+        // In torch's operations the length of a float32 gradient is a float32.
+        const double most = sizeof(A) == sizeof(float) ? double(FLT_MAX) : DBL_MAX, sum = total.sum();
+        return sum > most ? __builtin_inf() : sum;
     }
 
     void apply(const Step& step, Scratch<A>& scratch) const {
         const int64_t kept = in_place ? smaller(height, O) : O;  // rows of E
-        scratch.reserve((height + kept) * I + O * (2 * kp + 2 * qp) + I * (kp + qp) + 2 * k * (I + qp));
+        const int64_t deep = q + k;
+        scratch.reserve((height + kept + deep) * I + O * (deep + 2 * (kp + qp)) + I * (kp + qp) + 2 * k * (I + qp));
         const Place<A> room = scratch.take(height, I), E = scratch.take(kept, I);
-        const Place<A> U = scratch.take(O, kp), GGU = scratch.take(O, kp), R = scratch.take(O, qp), left = scratch.take(O, qp);
-        const Place<A> V = scratch.take(I, qp), GU = scratch.take(I, kp), L = scratch.take(k, I), L_step = scratch.take(k, I);
+        const Place<A> U = scratch.take(O, kp), GGU = scratch.take(O, kp), R = scratch.take(O, qp);
+        const Place<A> V = scratch.take(I, qp), GU = scratch.take(I, kp), L_step = scratch.take(k, I);
+        const Place<A> GV = scratch.take(O, qp), UG = scratch.take(k, I);
         const Place<A> K = scratch.take(k, qp), K_step = scratch.take(k, qp);
+        // G without its remainder is left · right; so is the step.
+        const Place<A> left = scratch.take(deep, O), right = scratch.take(deep, I);
         const Place<const A> Vt{state(INPUTS), I};
         A *const unit_sketch = state(UNITS_SKETCH), *const input_sketch = state(INPUTS_SKETCH);
         copy(O, k, state(UNITS), U);
         transpose(q, I, Vt.data, V);
+        const A forget = A(step.forget), learn = A(1 - step.forget), rate = A(step.rate), decay = A(step.decay);
+        for (int64_t j = 0; j < q * I; ++j) input_sketch[j] *= forget;
+        for (int64_t top = 0; top < O; top += height) {
+            const int64_t n = smaller(height, O - top);
+            const Place<const A> G = rows(top, n, room, step.maximize);
+            multiply<A>(n, qp, I, G, V, {}, GV.at(top));
+            multiply_transposed<A>(k, I, n, U.at(top), G, top ? Place<const A>(UG) : Place<const A>{}, UG);
+            multiply_transposed<A>(q, I, n, GV.at(top), G, {input_sketch, I}, {input_sketch, I}, learn);
+        }
+        pair_up(GV, U, left);
 
         // K, R and L, and the steps of their Adams.
         multiply_transposed<A>(k, qp, O, U, GV, {}, K);
         multiply<A>(O, qp, k, U, K, GV, R, -1);
-        multiply<A>(k, I, q, K, Vt, UG, L, -1);
+        multiply<A>(k, I, q, K, Vt, UG, L_step, -1);
+        stack_up(Vt.data, L_step.data, right);
         put(K_step.data, K_step.data + k * qp, A(0));
-        const double length = __builtin_sqrt(matrix.square) * step.noise, tall = __builtin_sqrt(double(O)), wide = __builtin_sqrt(double(I));
+        const double length = __builtin_sqrt(matrix.square) * step.noise;
+        const double units = __builtin_sqrt(double(O)), inputs = __builtin_sqrt(double(I));
         const auto adam = [&](double size, bool is_remainder) {
             const double decay = is_remainder ? step.beta2 : step.mean_beta;
             const double unbias = is_remainder ? step.unbias_rest : step.unbias_means;
@@ -276,37 +278,34 @@ template <class P> struct Work {
             return Adam<A>{A(1 - step.beta1), A(decay), A(unbias), A(floor), A(longest)};
         };
         adam(1, false).step(k, q, state(GRAND_AVG), state(GRAND_SQ), K, K_step);
-        adam(tall, false).step(O, q, state(UNIT_AVG), state(UNIT_SQ), R, R);
-        adam(wide, false).step(k, I, state(INPUT_AVG), state(INPUT_SQ), L, L_step);
-        const Adam<A> remainder = adam(tall * wide, true);
+        adam(units, false).step(O, q, state(UNIT_AVG), state(UNIT_SQ), R, R);
+        adam(inputs, false).step(k, I, state(INPUT_AVG), state(INPUT_SQ), L_step, L_step);
+        const Adam<A> remainder = adam(units * inputs, true);
         multiply<A>(k, qp, I, L_step, V, K_step, K_step, -1);
         transpose(k, I, UG.data, GU);
-        const A forget = A(step.forget), learn = A(1 - step.forget), rate = A(step.rate), decay = A(step.decay);
-        for (int64_t j = 0; j < q * I; ++j) input_sketch[j] *= forget;
 
         for (int64_t top = 0; top < O; top += height) {
             const int64_t n = smaller(height, O - top);
             const Place<const A> G = rows(top, n, room, step.maximize);
             const Place<A> e = in_place ? E : E.at(top);
-            multiply<A>(n, I, q, GV.at(top), Vt, G, e, -1);
-            multiply<A>(n, I, k, U.at(top), L, e, e, -1);
+            add(top, n, left, right, G, e, -1);
             remainder.step(state(MEAN) + top * I, state(SQUARE) + top * I, e.data, e.data, n * I);
             // R', L' and K' minus what E' has of them.
             multiply<A>(n, qp, I, e, V, R.at(top), R.at(top), -1);
             multiply_transposed<A>(k, I, n, U.at(top), e, L_step, L_step, -1);
-            multiply_transposed<A>(q, I, n, GV.at(top), G, {input_sketch, I}, {input_sketch, I}, learn);
             multiply<A>(n, kp, I, G, GU, {}, GGU.at(top), learn);
             if (in_place) move(param + top * I, e.data, n * I, rate, decay);
         }
         for (int64_t i = 0; i < O; ++i)
             for (int64_t j = 0; j < k; ++j) unit_sketch[i * k + j] = forget * unit_sketch[i * k + j] + GGU.data[i * kp + j];
         multiply_transposed<A>(k, qp, O, U, R, K_step, K_step, -1);
-        multiply<A>(O, qp, k, U, K_step, R, left);
+        multiply<A>(O, qp, k, U, K_step, R, R);
+        pair_up(R, U, left);
+        stack_up(Vt.data, L_step.data, right);
         for (int64_t top = 0; top < O; top += height) {
             const int64_t n = smaller(height, O - top);
             const Place<A> out = in_place ? Place<A>{reinterpret_cast<A*>(param) + top * I, I} : E.at(top);
-            multiply<A>(n, I, q, left.at(top), Vt, out, out, in_place ? -rate : 1);
-            multiply<A>(n, I, k, U.at(top), L_step, out, out, in_place ? -rate : 1);
+            add(top, n, left, right, out, out, in_place ? -rate : 1);
             if (in_place) continue;
             if (inner == 1) move(param + top * I, out.data, n * I, rate, decay);
             else move_channels_last(param + top * I, out, n, rate, decay);
@@ -347,9 +346,10 @@ template <class P> struct Work {
         A *const K_sq = state(GRAND_SQ), *const R_sq = state(UNIT_SQ), *const L_sq = state(INPUT_SQ);
         A* const Vt = state(INPUTS);
         if (has_empty_column(O, k, state(UNITS), k, 1) || has_empty_column(I, q, Vt, 1, I)) return false;
-        scratch.reserve(O * (3 * kp + 2 * qp) + 3 * I * qp + 2 * k * (I + qp) + k * kp + q * qp);
+        scratch.reserve(O * (3 * kp + 2 * qp) + 3 * I * qp + 2 * k * (I + qp) + k * kp + q * qp + (q + k) * (O + I));
         const Place<A> U = scratch.take(O, kp), new_U = scratch.take(O, kp), unit_sketch = scratch.take(O, kp);
-        const Place<A> left = scratch.take(O, qp), R = scratch.take(O, qp);
+        const Place<A> mV = scratch.take(O, qp), R = scratch.take(O, qp);
+        const Place<A> left = scratch.take(q + k, O), right = scratch.take(q + k, I);
         const Place<A> V = scratch.take(I, qp), new_V = scratch.take(I, qp), input_sketch = scratch.take(I, qp);
         const Place<A> Um = scratch.take(k, I), L = scratch.take(k, I), K = scratch.take(k, qp), small = scratch.take(k, qp);
         const Place<A> by_U = scratch.take(k, kp), by_V = scratch.take(q, qp);
@@ -360,9 +360,11 @@ template <class P> struct Work {
 
         // Put m together: U K Vᵀ + R Vᵀ + U L + E.
         copy(k, q, K_avg, K);
-        copy(O, q, R_avg, left);
-        multiply<A>(O, qp, k, U, K, left, left);
-        add_low_rank(m, left, {Vt, I}, U, {L_avg, I}, 1);
+        copy(O, q, R_avg, R);
+        multiply<A>(O, qp, k, U, K, R, R);
+        pair_up(R, U, left);
+        stack_up(Vt, L_avg, right);
+        add(m, left, right, 1);
         orthonormalize<A>(O, k, U, unit_sketch, new_U, wide);
         orthonormalize<A>(I, q, V, input_sketch, new_V, wide);
 
@@ -395,25 +397,38 @@ template <class P> struct Work {
         for (int64_t top = 0; top < O; top += height) {
             const int64_t n = smaller(height, O - top);
             const Place<const A> part{m + top * I, I};
-            multiply<A>(n, qp, I, part, new_V, {}, left.at(top));
+            multiply<A>(n, qp, I, part, new_V, {}, mV.at(top));
             multiply_transposed<A>(k, I, n, new_U.at(top), part, top ? Place<const A>(Um) : Place<const A>{}, Um);
         }
-        multiply_transposed<A>(k, qp, O, new_U, left, {}, K);
-        multiply<A>(O, qp, k, new_U, K, left, R, -1);
+        multiply_transposed<A>(k, qp, O, new_U, mV, {}, K);
+        multiply<A>(O, qp, k, new_U, K, mV, R, -1);
         multiply<A>(k, I, q, K, {Vt, I}, Um, {L_avg, I}, -1);
         copy_out<A>(k, q, K, K_avg);
         copy_out<A>(O, q, R, R_avg);
-        add_low_rank(m, left, {Vt, I}, new_U, {L_avg, I}, -1);
+        pair_up(mV, new_U, left);
+        stack_up(Vt, L_avg, right);
+        add(m, left, right, -1);
         return true;
     }
 
-    // m += alpha (left Vᵀ + U L)
-    void add_low_rank(A* m, Place<const A> left, Place<const A> Vt, Place<const A> U, Place<const A> L, A alpha) const {
+    // (unit means, U)ᵀ and Vᵀ over L: their product is a matrix but for its remainder.
+    void pair_up(Place<const A> unit_means, Place<const A> U, Place<A> left) const {
+        transpose<A>(O, q, unit_means, left);
+        transpose<A>(O, k, U, left.at(q));
+    }
+    void stack_up(const A* Vt, const A* L, Place<A> right) const {
+        put(right.data, Vt, q * I);
+        put(right.at(q).data, L, k * I);
+    }
+
+    // to = from + alpha left · right, for some rows.
+    void add(int64_t top, int64_t n, Place<const A> left, Place<const A> right, Place<const A> from, Place<A> to, A alpha) const {
+        multiply_transposed<A>(n, I, q + k, left.at(0, top), right, from, to, alpha);
+    }
+    void add(A* m, Place<const A> left, Place<const A> right, A alpha) const {
         for (int64_t top = 0; top < O; top += height) {
-            const int64_t n = smaller(height, O - top);
             const Place<A> part{m + top * I, I};
-            multiply<A>(n, I, q, left.at(top), Vt, part, part, alpha);
-            multiply<A>(n, I, k, U.at(top), L, part, part, alpha);
+            add(top, smaller(height, O - top), left, right, part, part, alpha);
         }
     }
 };
@@ -425,8 +440,7 @@ template <class A> Scratch<A>& scratch() {
 
 template <class P> struct Calls {
     typedef typename Arithmetic<P>::type A;
-    static int64_t room(const Matrix& matrix) { return Work<P>{matrix}.room() * int64_t(sizeof(A)); }
-    static void sums(Matrix& matrix, bool maximize) { matrix.square = Work<P>{matrix}.sums(maximize, scratch<A>()); }
+    static void sums(Matrix& matrix) { matrix.square = Work<P>{matrix}.square(); }
     static void apply(const Matrix& matrix, const Step& step) { Work<P>{matrix}.apply(step, scratch<A>()); }
     static bool turn(const Matrix& matrix) {
         static thread_local Scratch<double> wide;
@@ -434,16 +448,12 @@ template <class P> struct Calls {
     }
 };
 
-int64_t room(const Matrix& matrix) {
-    return matrix.dtype == FLOAT64 ? Calls<double>::room(matrix) : Calls<float>::room(matrix);
-}
-
-void sums(Matrix& matrix, bool maximize) {
+void sums(Matrix& matrix) {
     switch (matrix.dtype) {
-        case FLOAT32: return Calls<float>::sums(matrix, maximize);
-        case FLOAT64: return Calls<double>::sums(matrix, maximize);
-        case BFLOAT16: return Calls<bfloat16>::sums(matrix, maximize);
-        default: return Calls<float16>::sums(matrix, maximize);
+        case FLOAT32: return Calls<float>::sums(matrix);
+        case FLOAT64: return Calls<double>::sums(matrix);
+        case BFLOAT16: return Calls<bfloat16>::sums(matrix);
+        default: return Calls<float16>::sums(matrix);
     }
 }
 
@@ -464,4 +474,4 @@ bool turn(const Matrix& matrix) {  // only state, which is never in half precisi
 
 #define JOIN_AS_IS(a, b) a##b
 #define JOIN(a, b) JOIN_AS_IS(a, b)
-extern const AnovaKernels blockmean::JOIN(anova_, VARIANT) = {room, sums, apply, turn};
+extern const AnovaKernels blockmean::JOIN(anova_, VARIANT) = {sums, apply, turn};

@@ -18,7 +18,6 @@ struct Matrix {
     int64_t inner;  // of a convolution stored with its channels last: kernel positions; else 1
     char* param;
     char* state[STATES];
-    char* products;    // G V and Uᵀ G, from pass 1 to pass 2
     const char* grad;  // the rest changes with every step
     double square;     // ‖G‖²
 };
@@ -31,10 +30,8 @@ struct Step {
 };
 
 struct AnovaKernels {
-    // Bytes of `products`.
-    int64_t (*room)(const Matrix&);
-    // ‖G‖², G V and Uᵀ G. Changes nothing else.
-    void (*sums)(Matrix&, bool maximize);
+    // ‖G‖². Changes nothing else.
+    void (*sums)(Matrix&);
     void (*apply)(const Matrix&, const Step&);
     // Turn U and V; false if that takes new columns, and nothing has changed.
     bool (*turn)(const Matrix&);

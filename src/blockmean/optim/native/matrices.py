@@ -42,12 +42,10 @@ class Matrices:
         self._smallest = [torch.finfo(state["units"].dtype).tiny ** 0.5 for state in states]
         self.squares = torch.zeros(len(params), dtype=torch.float64, device="cpu")
 
-    def sums(self, grads: Sequence[Tensor], maximize: bool) -> bool:
+    def sums(self, grads: Sequence[Tensor]) -> bool:
         """The squared length of every gradient, in `squares`; whether all are finite."""
         addresses = [grad.data_ptr() for grad in grads]
-        return native._kernels.anova_sums(
-            self._table, addresses, maximize, self.squares.data_ptr(), torch.get_num_threads()
-        )
+        return native._kernels.anova_sums(self._table, addresses, self.squares.data_ptr(), torch.get_num_threads())
 
     def apply_(self, steps: Sequence[Step], eps: float) -> list[int]:
         """One step of every matrix. Returns those whose U and V have yet to turn."""
@@ -55,6 +53,7 @@ class Matrices:
         which = [different.index(one) for one in zip(steps, self._smallest, strict=True)]
         numbers: list[tuple[float, ...]] = [
             (
+                step.maximize,
                 step.turns,
                 *step.betas,
                 step.mean_beta,

@@ -320,12 +320,10 @@ PyObject* times_root_(PyObject*, PyObject* args) try {
 
 struct Matrices {
     std::vector<Matrix> all;
-    std::vector<char> products;
     std::vector<Step> steps;     // the different ones of this step
     std::vector<int64_t> which;  // of them, for every matrix
     std::vector<char> to_do;     // 1 where U and V could not be turned here
     int64_t entries = 0;
-    bool maximize = false;
 
     int threads(int wanted) const { return entries < GRAIN ? 1 : wanted; }
 };
@@ -335,33 +333,27 @@ PyObject* make_matrices(PyObject*, PyObject* list) try {
     std::vector<int64_t> x;
     if (!read_ints(list, x)) return nullptr;
     auto made = std::make_unique<Matrices>();
-    std::vector<int64_t> starts;
-    int64_t bytes = 0;
     for (size_t i = 0; i + 7 + STATES <= x.size(); i += 7 + STATES) {
         Matrix matrix{};
         matrix.param = address<char>(x[i]);
         matrix.units = x[i + 1], matrix.inputs = x[i + 2], matrix.unit_means = x[i + 3], matrix.input_means = x[i + 4];
         matrix.inner = x[i + 5], matrix.dtype = Dtype(x[i + 6]);
         for (int s = 0; s < STATES; ++s) matrix.state[s] = address<char>(x[i + 7 + size_t(s)]);
-        starts.push_back(bytes);
-        bytes += (compiled().anova.room(matrix) + 63) / 64 * 64;
         made->entries += matrix.units * matrix.inputs;
         made->all.push_back(matrix);
     }
-    made->products.resize(size_t(bytes));
-    for (size_t i = 0; i < starts.size(); ++i) made->all[i].products = made->products.data() + starts[i];
-    made->to_do.resize(starts.size());
+    made->to_do.resize(made->all.size());
     return owned(std::move(made), "blockmean.matrices");
 } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
 }
 
-// anova_sums(matrices, grads, maximize, out, threads): ‖G‖² of every matrix into out → whether all are finite
+// anova_sums(matrices, grads, out, threads): ‖G‖² of every matrix into out → whether all are finite
 PyObject* anova_sums(PyObject*, PyObject* args) {
     PyObject *capsule, *grads;
-    int maximize, threads;
+    int threads;
     long long out;
-    if (!PyArg_ParseTuple(args, "OOpLi", &capsule, &grads, &maximize, &out, &threads)) return nullptr;
+    if (!PyArg_ParseTuple(args, "OOLi", &capsule, &grads, &out, &threads)) return nullptr;
     auto* matrices = static_cast<Matrices*>(PyCapsule_GetPointer(capsule, "blockmean.matrices"));
     std::vector<int64_t> at;
     if (!matrices || !read_ints(grads, at)) return nullptr;
@@ -370,12 +362,10 @@ PyObject* anova_sums(PyObject*, PyObject* args) {
         return nullptr;
     }
     for (size_t i = 0; i < at.size(); ++i) matrices->all[i].grad = address<char>(at[i]);
-    matrices->maximize = maximize;
     bool finite = true;
     Py_BEGIN_ALLOW_THREADS
     const Job job = [](void* context, int64_t i) {
-        auto& own = *static_cast<Matrices*>(context);
-        compiled().anova.sums(own.all[size_t(i)], own.maximize);
+        compiled().anova.sums(static_cast<Matrices*>(context)->all[size_t(i)]);
     };
     parallel(int64_t(at.size()), matrices->threads(threads), job, matrices);
     for (size_t i = 0; i < at.size(); ++i) {
@@ -387,7 +377,7 @@ PyObject* anova_sums(PyObject*, PyObject* args) {
 }
 
 // anova_apply_(matrices, squares, [step, …], which, threads) → numbers of the matrices that torch must turn.
-// A step is (turns, β₁, β₂, mean β, rate, decay, unbias of means and of the rest, longest of both, ρ, ε, ν, smallest).
+// A step is (maximize, turns, β₁, β₂, mean β, rate, decay, unbias of means and of the rest, longest of both, ρ, ε, ν, smallest).
 PyObject* anova_apply(PyObject*, PyObject* args) {
     PyObject *capsule, *list, *which;
     long long squares;
@@ -398,13 +388,13 @@ PyObject* anova_apply(PyObject*, PyObject* args) {
     matrices->steps.clear();
     for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
         Step step{};
-        int turns;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "pddddddddddddd", &turns, &step.beta1, &step.beta2,
+        int maximize, turns;
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "ppddddddddddddd", &maximize, &turns, &step.beta1, &step.beta2,
                               &step.mean_beta, &step.rate, &step.decay, &step.unbias_means, &step.unbias_rest,
                               &step.longest_means, &step.longest_rest, &step.forget, &step.eps, &step.noise,
                               &step.smallest))
             return nullptr;
-        step.maximize = matrices->maximize, step.turns = turns;
+        step.maximize = maximize, step.turns = turns;
         matrices->steps.push_back(step);
     }
     for (size_t i = 0; i < matrices->all.size(); ++i) matrices->all[i].square = address<double>(squares)[i];
