@@ -23,7 +23,7 @@ from torch import Tensor
 
 from blockmean import BlockMean, Partition
 from blockmean.lab.environment import environment, use_threads
-from timing import interleaved, keep_memory, peak_bytes, ratios, run_alone, summary
+from blockmean.lab.timing import interleaved, keep_memory, peak_bytes, ratios, run_alone, summary
 
 RESULTS = Path(__file__).parent / "results" / "algebra.json"
 DENSE_LIMIT = 2000  # rows; a dense eigendecomposition takes seconds there and grows as d³

@@ -24,7 +24,7 @@ from torch.func import functional_call, grad, vmap
 from blockmean import BlockMean, Partition, curvature
 from blockmean.lab import data, models
 from blockmean.lab.environment import environment, use_threads
-from timing import interleaved, keep_memory, peak_bytes, ratios, run_alone, summary
+from blockmean.lab.timing import interleaved, keep_memory, peak_bytes, ratios, run_alone, summary
 
 RESULTS = Path(__file__).parent / "results" / "curvature.json"
 SHAPE = (1, 28, 28)

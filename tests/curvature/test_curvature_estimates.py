@@ -220,8 +220,7 @@ def test_curvature_has_a_matrix_and_a_report(problem):
 PEAK = """
 import json, sys, torch
 from torch import nn
-sys.path.insert(0, "benchmarks")
-from timing import peak_bytes
+from blockmean.lab.timing import peak_bytes
 from blockmean import curvature
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(100, 200), nn.Tanh(), nn.Linear(200, 10))

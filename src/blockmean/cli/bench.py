@@ -107,8 +107,80 @@ def race(
     _show(_write(found, records, out), out)
 
 
-def _names(given: str | None) -> list[str] | None:
-    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+@bench.command(short_help="What a step costs beside torch's own optimizers.")
+def step(
+    networks: Annotated[
+        str | None,
+        typer.Option(help="Names from --list, or COUNTxROWS as 12x1000, separated by commas.", show_default="all"),
+    ] = None,
+    optimizers: Annotated[
+        str | None,
+        typer.Option(help="Names from --list, separated by semicolons.", show_default="all but numbers of means"),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="Instead: what the cost grows with, parameters, blocks or means."),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of every step.", min=1)] = 1,
+    repetitions: Annotated[int, typer.Option(help="Samples of every optimizer.", min=3)] = 11,
+    longest: Annotated[float, typer.Option(help="Seconds after which a measurement is given up.", min=1)] = 180,
+    out: Annotated[Path, typer.Option(help="Folder for the records, one per network.", file_okay=False)] = Path(
+        "out/steps"
+    ),
+    draw_only: Annotated[
+        bool, typer.Option("--draw-only", help="Measure nothing: tables and pictures so far.")
+    ] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="List networks and optimizers, and exit.")] = False,
+) -> None:
+    """Time the steps of optimizers, each beside torch's default and fused form in one interleaved run.
+
+    Every optimizer has a process of its own. Finished measurements are kept and not repeated: stop with Ctrl-C at any
+    time, and run the same command again to resume. Let nothing else run beside it.
+    """
+    with readable_errors("bench step"):
+        from blockmean.lab.steps import NETWORKS, OF_A_SWEEP, STEPPERS, SWEEPS, USUAL, network, notes, run, table
+        from blockmean.lab.steps import read as read_all
+
+        if list_all:
+            for name in NETWORKS:
+                print(f"network    {name}")
+            for name in STEPPERS:
+                print(f"optimizer  {name}")
+            return
+        if sweep is not None and sweep not in SWEEPS:
+            raise ValueError(f"There is no sweep {sweep!r}. There are {', '.join(SWEEPS)}.")
+        chosen = _names(networks) or list(SWEEPS[sweep] if sweep else NETWORKS)
+        names = _names(optimizers, ";") or list(OF_A_SWEEP[sweep] if sweep else USUAL)
+        unknown = [name for name in names if name not in STEPPERS]
+        if unknown:
+            raise ValueError(f"There is no optimizer {'; '.join(unknown)}. There are {'; '.join(STEPPERS)}.")
+        for name in set(chosen) - set(NETWORKS):
+            network(name)  # or an error that says which there are
+        check_folder(out)
+    try:
+        for name in chosen if not draw_only else []:
+            for optimizer, row in run(out, names, name, threads, repetitions, longest):
+                said = row.get("missing") or f"{row['beside_fused']['median']:.2f} × torch's fused step"
+                console.print(f"{name}, {optimizer}: {said}", soft_wrap=True)
+    except KeyboardInterrupt:
+        errors.print(f"Stopped. Measurements are in {out}: run the same command again to resume.", soft_wrap=True)
+        raise typer.Exit(130) from None
+    for costs in read_all(out, chosen, threads):
+        cells = table(costs)
+        shown = Table(*cells.header, title=cells.title, title_justify="left")
+        for line in cells.rows:
+            shown.add_row(*line)
+        console.print(shown)
+        for note in notes(costs):
+            console.print(note, soft_wrap=True)
+    console.print(
+        "Medians; × is the time beside torch's own optimizer of that kind, in one interleaved run, with quartiles.",
+        style="dim",
+    )
+
+
+def _names(given: str | None, between: str = ",") -> list[str] | None:
+    return None if given is None else [name.strip() for name in given.split(between) if name.strip()]
 
 
 def _list(profile: str) -> None:

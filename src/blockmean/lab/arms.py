@@ -27,16 +27,17 @@ OPTIMIZERS: dict[str, Make] = {
     "Anova": blockmean.Anova,
     "NaturalGradientBMA": blockmean.NaturalGradientBMA,
 }
-"""Optimizers that take the parameters of any model."""
+"""Ours and torch's."""
 
 PEERS = {
     "SOAP": "pytorch_optimizer",
     "ScalableShampoo": "pytorch_optimizer",
     "Kron": "pytorch_optimizer",
     "Alice": "pytorch_optimizer",
+    "AdamMini": "pytorch_optimizer",
     "AdamWScheduleFree": "schedulefree",
 }
-"""Optimizers of other packages, which take the parameters of any model, and their package."""
+"""Optimizers of other packages, and their package."""
 
 LEARNING_RATES = {"Adagrad": 0.1, "AdaGradBMA": 0.1, "AdaGradFull": 1.0, "Adam": 0.01, "AdamW": 0.01, "SGD": 0.1}
 LEARNING_RATES |= {"AdamBMA": LEARNING_RATES["AdamW"], "Anova": 0.003}
@@ -80,13 +81,14 @@ def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
     return [p for p, chosen in pairs if chosen], [p for p, chosen in pairs if not chosen]
 
 
-MODEL_OPTIMIZERS: dict[str, Make] = {"MuonAdamW": MuonAdamW}
-"""Optimizers that take the model itself."""
+OPTIMIZERS["MuonAdamW"] = MuonAdamW
+TAKE_THE_MODEL = ("MuonAdamW", "AdamMini")
+"""Optimizers that take the model itself instead of its parameters."""
 
 
 def known() -> list[str]:
     """The names of all optimizers."""
-    return [*OPTIMIZERS, *MODEL_OPTIMIZERS, *PEERS]
+    return [*OPTIMIZERS, *PEERS]
 
 
 def find(name: str) -> Make:
@@ -96,7 +98,7 @@ def find(name: str) -> Make:
     if name in PEERS:
         found: Make = getattr(importlib.import_module(PEERS[name]), name)
         return found
-    return OPTIMIZERS.get(name) or MODEL_OPTIMIZERS[name]
+    return OPTIMIZERS[name]
 
 
 def make(name: str, model: nn.Module, lr: float, options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -106,7 +108,7 @@ def make(name: str, model: nn.Module, lr: float, options: dict[str, Any]) -> tor
     swallowed = [option for option in options if option not in taken]
     if swallowed and name in PEERS:  # pytorch_optimizer takes any keyword and ignores those it does not know
         raise ValueError(f"{name} has no option {', '.join(swallowed)}. It has {', '.join(taken)}.")
-    if name in MODEL_OPTIMIZERS:
+    if name in TAKE_THE_MODEL:
         what: Any = model
     else:
         what = model.parameters() if name in PEERS else model.named_parameters()
