@@ -1,4 +1,4 @@
-"""Fill the tables of docs/results.md, docs/race.md and README.md from the records in results/ and draw their pictures.
+"""Fill the tables of the pages in docs/ and of README.md from the records in results/ and draw their pictures.
 
 Part of `make docs`.
 """
@@ -22,13 +22,20 @@ from blockmean.lab.paper.protocol import SMALL_ARMS
 from blockmean.lab.picture import Picture, save
 from blockmean.lab.race import TaskResult, make_race, notes, results, table
 from blockmean.lab.race_pictures import draw_overview, draw_task
+from blockmean.lab.step_pictures import draw_costs, draw_sweeps
+from blockmean.lab.steps import NETWORKS, SWEEPS, Costs, read
+from blockmean.lab.steps import notes as step_notes
+from blockmean.lab.steps import table as step_table
 
 ROOT = Path(__file__).parent.parent
 PAGE, RACE_PAGE, FRONT = ROOT / "docs" / "results.md", ROOT / "docs" / "race.md", ROOT / "README.md"
-RACE = ROOT / "results" / "race"
+COST_PAGE = ROOT / "docs" / "performance.md"
+RACE, STEPS = ROOT / "results" / "race", ROOT / "results" / "steps"
 SHOWN = ("AdamW", "SOAP", "Anova")
 """The arms in the table of the front page."""
-EPOCH = ROOT / "benchmarks" / "results" / "epoch.json"
+EPOCH, ITERATIONS = (ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("epoch", "step_cost"))
+COMPARED = ("AdaGradBMA", "AdamW", "AdamBMA", "Anova", "Adam-mini", "SOAP", "Shampoo", "Muon + AdamW")
+"""The optimizers in the first table of the page about costs."""
 
 
 def config(out: Path) -> ReportConfig:
@@ -165,6 +172,59 @@ def controls(found: Sequence[TaskResult]) -> str:
     return Table("", header, rows).markdown() if rows else "No control has run yet."
 
 
+def step_brief(found: Sequence[Costs]) -> str:
+    """Every optimizer beside torch's fused one, network by network."""
+
+    def cell(one: Costs, name: str) -> str:
+        row = one.rows.get(name, {})
+        if "missing" in row:
+            return "too long" if "did not finish" in row["missing"] else "–"
+        return f"{row['beside_fused']['median']:.2f}" if row else ""
+
+    rows = [[name, *(cell(one, name) for one in found)] for name in COMPARED]
+    return Table("", ["", *(one.network for one in found)], rows).markdown() if found else "Not measured yet."
+
+
+def iterations() -> str:
+    """What benchmarks/step_cost.py measured."""
+    record = json.loads(ITERATIONS.read_text())
+    ratios = {(row["optimizer"], row["task"]): f"{row['ratio']['median']:.2f}" for row in record["rows"]}
+    tasks = list(dict.fromkeys(task for _, task in ratios))
+    rows = [[arm, *(ratios[arm, task] for task in tasks)] for arm in ("Anova", "SOAP")]
+    beyond = record["peak_beyond_adamw"]
+    memory = "Peak memory of three steps of 12 Linear(1000, 1000), beyond AdamW's, in numbers per parameter: "
+    memory += ", ".join(f"{arm} {beyond[arm]:.2f}" for arm in ("Anova", "SOAP")) + "."
+    return f"{Table('', ['', *tasks], rows).markdown()}\n\n{memory}"
+
+
+def limits(found: Sequence[Costs]) -> str:
+    """What optimizers take of what the machine can do."""
+
+    def share(value: float | None) -> str:
+        return "–" if value is None else f"{value:.0%}"
+
+    names = ("Adagrad, fused", "AdaGradBMA", "AdamW, fused", "AdamBMA")
+    rows = [
+        [
+            one.network,
+            *(share(one.share_of_copy(name) if name in one.measured else None) for name in names),
+            share(one.share_of_product()),
+            f"{one.machine['copy_bytes_per_second'] / 1e9:.0f} GB/s",
+            f"{one.machine['product_operations_per_second'] / 1e9:.0f} GF/s",
+        ]
+        for one in found
+    ]
+    return Table("", ["", *names, "Anova, of a product", "copy", "product"], rows).markdown()
+
+
+def step_tables(found: Iterable[Costs]) -> str:
+    """Everything, a table per network."""
+    lines = []
+    for one in found:
+        lines += [_titled(step_table(one)), *(f"- {note}" for note in step_notes(one))]
+    return "\n\n".join(lines)
+
+
 def filled(page: str, contents: Mapping[str, str]) -> str:
     """A page with everything between its marks replaced."""
     for name, content in contents.items():
@@ -179,7 +239,15 @@ def filled(page: str, contents: Mapping[str, str]) -> str:
 
 def pages(found: dict[str, Outcome], raced: Sequence[TaskResult]) -> dict[Path, str]:
     """Every page with its tables filled in."""
+    one, two = (read(STEPS, list(NETWORKS), threads) for threads in (1, 2))
     contents = {
+        COST_PAGE: {
+            "brief": step_brief(one),
+            "threads": step_brief(two),
+            "iterations": iterations(),
+            "limits": limits(one),
+            "steps": step_tables([*one, *two]),
+        },
         PAGE: {
             "claims": claims(found.values()),
             "fig5": tables(found["fig5"]),
@@ -199,6 +267,10 @@ if __name__ == "__main__":
         ready = [one for one in raced if one.arms]
         own += [draw_overview(ready, Path(folder) / "race")] if ready else []
         own += [draw_task(one, Path(folder) / f"race-{one.name}") for one in ready]
+        costs = read(STEPS, list(NETWORKS), 1)
+        sweeps = {sweep: read(STEPS, names, 1) for sweep, names in SWEEPS.items()}
+        own += [draw_costs(costs, Path(folder) / "step_costs")] if costs else []
+        own += [draw_sweeps(sweeps, Path(folder) / "step_sweeps")] if any(sweeps.values()) else []
         for picture in (*pictures(Path(folder)), *own):
             print(shutil.copy(picture.svg, ROOT / "docs" / "img"))
     for page, text in pages(found, raced).items():

@@ -163,3 +163,29 @@ def test_means_switched_off_leave_the_moments_of_adamw():
     adamw.step()
     own.step()
     torch.testing.assert_close(param, twin, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("betas, mean_beta", [((0.999, 0.9999), 0.5), ((0.99, 0.9999), 0.001)])
+def test_decays_for_which_the_bound_overflows_take_steps_all_the_same(betas, mean_beta):
+    param = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    optimizer = Anova([param], lr=1e-3, betas=betas, mean_beta=mean_beta, means=2)
+    for t in range(1100):
+        param.grad = torch.full_like(param, 1.0 + t % 2)
+        optimizer.step()
+    assert torch.isfinite(param).all()
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_step_count_set_back_to_zero_keeps_the_momentum(fused):
+    torch.manual_seed(0)
+    param, gradient = nn.Parameter(torch.zeros(8, 6, dtype=torch.float64)), torch.randn(8, 6, dtype=torch.float64)
+    optimizer = Anova([param], means=2, fused=fused)
+    for t in range(14):
+        if t == 12:
+            optimizer.state[param]["step"].zero_()
+        param.grad = gradient.clone()
+        optimizer.step()
+    state = optimizer.state[param]
+    U, Vt = state["units"], state["inputs"]
+    whole = state["exp_avg"] + U @ state["grand_avg"] @ Vt + state["unit_avg"] @ Vt + U @ state["input_avg"]
+    torch.testing.assert_close(whole, (1 - 0.9**14) * gradient)

@@ -161,3 +161,81 @@ def test_rows_in_order_and_channels_last_are_told_apart():
     conv = torch.empty(4, 5, 3, 2)
     assert inner_of(conv) == 1 and inner_of(conv.to(memory_format=torch.channels_last)) == 6
     assert inner_of(torch.empty(4, 5, 1, 1).to(memory_format=torch.channels_last)) == 1
+
+
+@pytest.mark.parametrize("event", ["late", "deleted", "replaced"])
+def test_state_stays_current_when_a_matrix_that_torch_serves_joins_its_stack(event):
+    """The state of both lives in one stack, which is then made anew: kernels must not keep writing to the old one."""
+    torch.manual_seed(0)
+    a, b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8).T)
+    optimizer = Anova([a, b], lr=0.01, means=3)
+    for t in range(10):
+        set_gradients([a, b], t)
+        if event == "late" and t < 3:
+            b.grad = None
+        if event == "deleted" and t == 3:
+            del optimizer.state[b]
+        if event == "replaced" and t == 3:
+            optimizer.state[b]["exp_avg_sq"] = optimizer.state[b]["exp_avg_sq"].clone()
+        before = optimizer.state[a]["exp_avg"].clone() if t else None
+        optimizer.step()
+        assert before is None or not torch.equal(optimizer.state[a]["exp_avg"], before), t
+    twins = [nn.Parameter(p.detach().clone()) for p in (a, b)]
+    resumed = Anova(twins, lr=0.01, means=3)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, its in ((optimizer, [a, b]), (resumed, twins)):
+        set_gradients(its, 10)
+        one.step()
+    torch.testing.assert_close(twins[0], a, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("option", ["betas", "mean_beta"])
+def test_decays_near_one_keep_their_precision_in_float32(option):
+    options = {"betas": (0.9, 1 - 1e-7)} if option == "betas" else {"mean_beta": 1 - 1e-7}
+    found, _ = run(torch.float32, 12, [(17, 23)], **options)
+    expected, _ = run(torch.float64, 12, [(17, 23)], **options)
+    torch.testing.assert_close(
+        found[0].double(), expected[0], rtol=0, atol=1e-4
+    )  # it was off by a whole step of 0.01
+
+
+def test_a_gradient_that_lost_its_memory_or_shape_reaches_no_kernel():
+    for damage, message in (
+        (lambda grad: grad.untyped_storage().resize_(0), "no memory"),
+        (lambda grad: setattr(grad, "data", torch.ones(3)), "shape|size|match"),
+    ):
+        param = nn.Parameter(torch.randn(40, 30))
+        optimizer = Anova([param])
+        for t in range(3):
+            set_gradients([param], t)
+            optimizer.step()
+        before = param.detach().clone()
+        damage(param.grad)
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        assert torch.equal(param, before)
+
+
+def test_parameters_that_share_memory_take_torchs_operations():
+    weight = torch.randn(12, 10)
+    both = [nn.Parameter(weight), nn.Parameter(weight)]
+    optimizer = Anova(both)
+    for t in range(3):
+        set_gradients(both, t)
+        optimizer.step()
+    assert compiled(optimizer)[0] == 0
+    with pytest.raises(RuntimeError, match="shares memory with another"):
+        again = Anova(both, fused=True)
+        set_gradients(both, 0)
+        again.step()
+
+
+def test_a_list_of_means_that_changes_in_place_is_noticed():
+    param = nn.Parameter(torch.randn(8, 9))
+    optimizer = Anova([param], means=[3, 3])
+    for t in range(4):
+        set_gradients([param], t)
+        optimizer.step()
+    optimizer.param_groups[0]["means"][0] = 5
+    optimizer.step()
+    assert optimizer.state[param]["units"].shape == (8, 5)

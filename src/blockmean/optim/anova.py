@@ -236,16 +236,18 @@ class Anova(BlockMeanOptimizer):
     def _plan(self, work: Work) -> Plan:
         """What takes which way, or the same as in the last step."""
         group = work.group
-        options = group["means"], group["foreach"], group["fused"]
+        means = group["means"]
+        options = tuple(means) if isinstance(means, list) else means, group["foreach"], group["fused"]
         if work.plan is not None and work.plan.options == options and work.plan.ages_of(work):
             return work.plan  # type: ignore[no-any-return]
         wanted = wants_native(group["foreach"], group["fused"])
+        shared = native.overlapping([(j, param) for j, param in enumerate(work.params)]) if wanted else set()
         plan, begun = Plan(options), set()
         for j, i in enumerate(work.indices):
             kind = self._kind(work, j)
             if kind.means == (0, 0):
                 plan.plain.append(j)
-            elif not (wanted and self._can_compile(work, j)):
+            elif not (wanted and self._can_compile(work, j, j in shared)):
                 plan.others.append(j)
             elif kind.fits(work.states[i]):
                 plan.compiled.append(j)
@@ -278,10 +280,12 @@ class Anova(BlockMeanOptimizer):
         )
         return Tensors(params, grads, first, second, steps, cuts)  # type: ignore[arg-type]
 
-    def _can_compile(self, work: Work, j: int) -> bool:
+    def _can_compile(self, work: Work, j: int, shares_memory: bool) -> bool:
         """Whether the kernels can serve a matrix; if they must and cannot, raise."""
         param = work.params[j]
         reason = native.refusal(param, work.grads[j], [], work.cuts[j])
+        if shares_memory:  # and threads would write to it at the same time
+            reason = reason or "shares memory with another"
         if reason is None and inner_of(param) is None:
             reason = "does not have its rows in order in memory"
         if reason and work.group["fused"]:
@@ -334,7 +338,11 @@ class Anova(BlockMeanOptimizer):
             kinds.setdefault(self._kind(work, j), []).append(j)
         for kind, positions in kinds.items():
             where = {work.indices[j]: j for j in positions}
-            stack = self._stack(work, kind, list(where))
+            for i in where:
+                if age_of(work.states[i]) == 1:  # `step` was set back to where its means had begun
+                    _forget(work.states[i], group)
+            known, stack = self._stacks.get(kind), self._stack(work, kind, list(where))
+            plan.serves_again &= stack is known  # or else state of compiled matrices may have moved
             steps = {i: (work.steps[j], age_of(work.states[i])) for i, j in where.items()}
             for run in stack.runs(steps):
                 for batch in run.pieces(max(1, parts.CHUNK // kind.shape.numel())):

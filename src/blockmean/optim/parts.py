@@ -202,6 +202,8 @@ def reach(beta1: float, beta2: float, t: int) -> float:
     ratio = beta1**2 / beta2
     if ratio >= 1:
         t = min(t, math.ceil(3 / (1 - beta1)))
+    if t * math.log(ratio or 1) > 700:  # more than a float can hold
+        return math.inf
     powers = float(t) if ratio == 1 else (1 - ratio**t) / (1 - ratio)
     return (1 - beta1) / (1 - beta1**t) * math.sqrt((1 - beta2**t) / (1 - beta2) * powers)
 

@@ -25,7 +25,7 @@ FOREACH_ENTRIES = 2**22
 """Entries that the foreach passes process at a time, which bounds their temporary lists."""
 
 FOREACH_ON_CPU = 2**14
-"""Mean entries per tensor up to which foreach is faster on a CPU (benchmarks/step_cost.py)."""
+"""Mean entries per tensor up to which foreach is faster on a CPU (measured)."""
 
 
 class Tensors(NamedTuple):

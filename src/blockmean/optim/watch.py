@@ -82,4 +82,4 @@ def _kind(param: Tensor) -> tuple[Any, ...]:
 def _gradient_kind(grad: Tensor) -> tuple[Any, ...]:
     if grad.layout is not torch.strided:  # has no strides
         return type(grad), grad.layout
-    return type(grad), grad.layout, grad.dtype, grad.is_neg(), grad.is_contiguous() or grad.stride()
+    return type(grad), grad.layout, grad.dtype, grad.is_neg(), grad.shape, grad.is_contiguous() or grad.stride()

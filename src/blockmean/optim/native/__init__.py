@@ -123,6 +123,12 @@ def overlapping(written: Sequence[tuple[int, Tensor]]) -> set[int]:
     return found
 
 
+def require_memory(addresses: Sequence[int]) -> None:
+    """Raise if a gradient has no memory, the only thing that may be wrong with one that looks like the last one."""
+    if 0 in addresses:
+        raise RuntimeError("A gradient has no memory of its own. Take fused=False.")
+
+
 class Table:
     """Both passes over one list of tensors, whose addresses are looked up once.
 
@@ -152,8 +158,7 @@ class Table:
             self._out = torch.zeros(6, sum(self.counts), dtype=torch.float64, device="cpu")
         out = self._out[:rows] if len(self._out) > rows else self._out
         grads = self._grads = [grad.data_ptr() for grad in tensors.grads if grad is not None]
-        if 0 in grads:  # the only thing that may be wrong with a gradient that looks like the last one
-            raise RuntimeError("A gradient has no memory of its own. Take fused=False.")
+        require_memory(grads)
         self.is_finite = _kernels.block_sums(
             self._table,
             self._rule(rule),

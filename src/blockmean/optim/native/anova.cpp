@@ -149,7 +149,7 @@ void orthonormalize(int64_t n, int64_t k, Place<const A> W, Place<const A> sketc
 
 // What an Adam does to its averages, and what becomes of a step.
 template <class A> struct Adam {
-    A gain, decay, unbias, floor, longest;
+    A gain, decay, learn, unbias, floor, longest;  // learn: 1 − decay, before rounding
 
     // Update m and v with x, in place of which the step appears.
     void step(A* m, A* v, const A* x, A* out, int64_t n) const {
@@ -171,7 +171,7 @@ template <class A> struct Adam {
     }
     ALWAYS Vec<A> next(Vec<A>& mean, Vec<A>& square, Vec<A> x) const {
         mean += gain * (x - mean);
-        square = decay * square + (1 - decay) * (x * x);
+        square = decay * square + learn * (x * x);
         Vec<A> out = mean / (floor + unbias * root(square));
         out = out > longest ? fill<Vec<A>>(longest) : out;
         return out < -longest ? fill<Vec<A>>(-longest) : out;
@@ -275,7 +275,7 @@ template <class P> struct Work {
             const double unbias = is_remainder ? step.unbias_rest : step.unbias_means;
             const double longest = is_remainder ? step.longest_rest : step.longest_means;
             const double floor = larger(length / size + step.eps, step.smallest);
-            return Adam<A>{A(1 - step.beta1), A(decay), A(unbias), A(floor), A(longest)};
+            return Adam<A>{A(1 - step.beta1), A(decay), A(1 - decay), A(unbias), A(floor), A(longest)};
         };
         adam(1, false).step(k, q, state(GRAND_AVG), state(GRAND_SQ), K, K_step);
         adam(units, false).step(O, q, state(UNIT_AVG), state(UNIT_SQ), R, R);

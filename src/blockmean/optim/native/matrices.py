@@ -45,6 +45,7 @@ class Matrices:
     def sums(self, grads: Sequence[Tensor]) -> bool:
         """The squared length of every gradient, in `squares`; whether all are finite."""
         addresses = [grad.data_ptr() for grad in grads]
+        native.require_memory(addresses)
         return native._kernels.anova_sums(self._table, addresses, self.squares.data_ptr(), torch.get_num_threads())
 
     def apply_(self, steps: Sequence[Step], eps: float) -> list[int]:

@@ -349,7 +349,7 @@ PyObject* make_matrices(PyObject*, PyObject* list) try {
 }
 
 // anova_sums(matrices, grads, out, threads): ‖G‖² of every matrix into out → whether all are finite
-PyObject* anova_sums(PyObject*, PyObject* args) {
+PyObject* anova_sums(PyObject*, PyObject* args) try {
     PyObject *capsule, *grads;
     int threads;
     long long out;
@@ -374,11 +374,13 @@ PyObject* anova_sums(PyObject*, PyObject* args) {
     }
     Py_END_ALLOW_THREADS
     return PyBool_FromLong(finite);
+} catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
 }
 
 // anova_apply_(matrices, squares, [step, …], which, threads) → numbers of the matrices that torch must turn.
 // A step is (maximize, turns, β₁, β₂, mean β, rate, decay, unbias of means and of the rest, longest of both, ρ, ε, ν, smallest).
-PyObject* anova_apply(PyObject*, PyObject* args) {
+PyObject* anova_apply(PyObject*, PyObject* args) try {
     PyObject *capsule, *list, *which;
     long long squares;
     int threads;
@@ -416,6 +418,8 @@ PyObject* anova_apply(PyObject*, PyObject* args) {
         Py_XDECREF(number);
     }
     return left;
+} catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
 }
 
 // ------------------------------------------------------------------ step counts

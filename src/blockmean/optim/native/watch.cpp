@@ -46,11 +46,13 @@ bool same_param(PyObject* param, PyObject* kind) {  // (shape, strides)
            lies_like(param, PyTuple_GetItem(kind, 1));
 }
 
-bool same_gradient(PyObject* grad, PyObject* kind) {  // (type, layout, dtype, negated, strides)
+bool same_gradient(PyObject* grad, PyObject* kind) {  // (type, layout, dtype, negated, shape, strides)
     return reinterpret_cast<PyObject*>(Py_TYPE(grad)) == PyTuple_GetItem(kind, 0) &&
            Owned(PyObject_GetAttr(grad, names().layout)) == PyTuple_GetItem(kind, 1) &&
            Owned(PyObject_GetAttr(grad, names().dtype)) == PyTuple_GetItem(kind, 2) &&
-           Owned(call(grad, names().is_neg)) == PyTuple_GetItem(kind, 3) && lies_like(grad, PyTuple_GetItem(kind, 4));
+           Owned(call(grad, names().is_neg)) == PyTuple_GetItem(kind, 3) &&
+           equal(Owned(PyObject_GetAttr(grad, names().shape)), PyTuple_GetItem(kind, 4)) &&
+           lies_like(grad, PyTuple_GetItem(kind, 5));
 }
 
 bool same_address(PyObject* tensor, PyObject* known) { return equal(Owned(call(tensor, names().data_ptr)), known); }
