@@ -82,7 +82,7 @@ def main() -> None:
         start = time.perf_counter()
         found = steps["compiled"]()
         seconds = time.perf_counter() - start
-        apart = max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True))
+        apart = max(float((a - b).detach().abs().max()) for a, b in zip(expected, found, strict=True))
         graphs = counters["stats"]["unique_graphs"]
         samples = interleaved(steps, given.repetitions)
         about = {"optimizer": name, "graphs": graphs, "graphs_at_end": counters["stats"]["unique_graphs"]}

@@ -270,8 +270,7 @@ def _per_block(values: tuple[float, ...], part: Tensors, like: Tensor) -> float 
     if all(value == values[0] for value in values):  # a set would make a traced step count a constant
         return values[0]
     counts = torch.tensor([cut.count for cut in part.cuts])
-    column = torch.tensor(values, dtype=like.dtype).repeat_interleave(counts, output_size=len(like))
-    return column.to(like.device, non_blocking=True)
+    return torch.tensor(values, dtype=like.dtype).repeat_interleave(counts).to(like.device, non_blocking=True)
 
 
 def foreach_apply_(rule: Rule, tensors: Tensors, c: Any, kappa: Any) -> None:
