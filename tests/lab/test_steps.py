@@ -34,7 +34,13 @@ def cost(name: str = "4x8", **rows: float) -> Costs:
     made = {}
     for stepper, seconds in rows.items():
         spread = {"median": seconds, "lower": 0.9 * seconds, "upper": 1.1 * seconds}
-        one = {"seconds": spread, "beside_default": spread, "beside_fused": spread, "bytes_per_parameter": 8.0}
+        one = {
+            "seconds": spread,
+            "beside_default": spread,
+            "beside_fused": spread,
+            "bytes_per_parameter": 8.0,
+            "operations": 10 * 2 * 6 * 256,
+        }
         made[stepper] = one
     speed = {"copy_bytes_per_second": 56 * 256, "product_operations_per_second": 10_000}
     return Costs(name, 1, made, speed, 256, 4)
@@ -71,6 +77,8 @@ def test_a_step_is_measured_beside_both_forms_of_torch_and_resumes(tmp_path: Pat
     for row in costs.measured.values():
         assert row["seconds"]["median"] > 0 < row["beside_fused"]["lower"] <= row["beside_fused"]["upper"]
         assert row["environment"]["threads"] == 1
+    assert costs.rows["Anova"]["operations"] == 10 * 2 * 6 * 128  # 6 means on both sides
+    assert costs.rows["AdaGradBMA"]["operations"] == 0
     means = 2 * 8 * 6 * 2 * 2 + 6 * 6 * 2 * 2  # U, V, sketches and averages of 6 means on both sides, of two matrices
     assert costs.rows["Anova"]["bytes_per_parameter"] > 8 + 4 * means / 128
     assert "2x8: 128 parameters in 2 tensors, 1 thread" in result.output and "Anova" in result.output
@@ -119,7 +127,7 @@ def test_shares_of_what_the_machine_can_do():
     assert costs.share_of_copy("AdamW, fused") == pytest.approx(28 / 56)
     assert costs.share_of_copy("AdamBMA") == pytest.approx(40 / 56 / 2)
     assert costs.share_of_copy("Anova") is None
-    assert costs.share_of_product() == pytest.approx(10 * 2 * 6 * 256 / 4 / 10_000)  # 6 means on both sides
+    assert costs.share_of_product() == pytest.approx(10 * 2 * 6 * 256 / 4 / 10_000)
     assert cost(AdamBMA=1.0).share_of_product() is None
 
 

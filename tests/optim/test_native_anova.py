@@ -194,9 +194,7 @@ def test_decays_near_one_keep_their_precision_in_float32(option):
     options = {"betas": (0.9, 1 - 1e-7)} if option == "betas" else {"mean_beta": 1 - 1e-7}
     found, _ = run(torch.float32, 12, [(17, 23)], **options)
     expected, _ = run(torch.float64, 12, [(17, 23)], **options)
-    torch.testing.assert_close(
-        found[0].double(), expected[0], rtol=0, atol=1e-4
-    )  # it was off by a whole step of 0.01
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=0, atol=1e-4)  # it was off by a whole step of 0.01
 
 
 def test_a_gradient_that_lost_its_memory_or_shape_reaches_no_kernel():

@@ -25,7 +25,6 @@ from blockmean.lab.environment import environment, package_version, use_threads
 from blockmean.lab.models import MODELS
 from blockmean.lab.records import store
 from blockmean.lab.timing import interleaved, ratios, summary
-from blockmean.optim.anova import means_of
 
 # ---------------------------------------------------------------- networks
 
@@ -137,10 +136,10 @@ def yardsticks(name: str) -> tuple[str, str]:
     return family, f"{family}, fused"
 
 
-def operations_of_anova(model: nn.Module) -> float:
-    """Floating-point operations per parameter and step of Anova's products, the turn of U and V not counted."""
-    total = sum(10 * sum(means_of(p.shape, "auto")) * p.numel() for p in model.parameters())
-    return total / sum(p.numel() for p in model.parameters())
+def operations(optimizer: torch.optim.Optimizer) -> int:
+    """Floating-point operations of Anova's products in a step, the turn of U and V not counted; 0 without means."""
+    with_means = ((param, state) for param, state in optimizer.state.items() if "units" in state)
+    return sum(10 * (state["units"].shape[1] + state["inputs"].shape[0]) * param.numel() for param, state in with_means)
 
 
 # ---------------------------------------------------------------- measuring
@@ -166,6 +165,7 @@ def measure(name: str, on: str, threads: int, repetitions: int) -> dict[str, Any
         several()
         steps[each] = several
         found |= {"bytes_per_parameter": round(state_bytes(optimizer) / parameters(model), 3)}
+        found |= {"operations": operations(optimizer)}
     samples = interleaved(steps, repetitions)
     samples = {each: [one / STEPPERS[each].cycle for one in own] for each, own in samples.items()}
     default, fused = yardsticks(name)
@@ -247,10 +247,9 @@ class Costs:
 
     def share_of_product(self) -> float | None:
         """Operations per second of Anova's products beside those of a product of square matrices."""
-        if "Anova" not in self.measured:
+        if not self.measured.get("Anova", {}).get("operations"):
             return None
-        operations = operations_of_anova(network(self.network)) * self.parameters
-        speed = operations / self.rows["Anova"]["seconds"]["median"]
+        speed = self.rows["Anova"]["operations"] / self.rows["Anova"]["seconds"]["median"]
         return float(speed / self.machine["product_operations_per_second"])
 
 

@@ -175,7 +175,9 @@ def start_(U: Tensor, V: Tensor, G: Tensor) -> None:
 def _revived(W: Tensor, m: Tensor) -> Tensor:
     """With cosines for columns that are zero, because fewer units or inputs had a gradient when the means began."""
     empty = (W == 0).all(-2, keepdim=True)
-    return W + cosines((m != 0).any(-1), W.shape[-1]).to(W.dtype) * empty if empty.any() else W
+    if not torch.compiler.is_compiling() and not empty.any():  # a graph cannot branch on values
+        return W
+    return W + cosines((m != 0).any(-1), W.shape[-1]).to(W.dtype) * empty
 
 
 def cosines(alive: Tensor, k: int) -> Tensor:

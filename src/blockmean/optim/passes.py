@@ -267,7 +267,7 @@ def _foreach_part_sums(rule: Rule, part: Tensors) -> Tensor:
 
 def _per_block(values: tuple[float, ...], part: Tensors, like: Tensor) -> float | Tensor:
     """One number per tensor, repeated for each of its blocks; a float in the usual case that all are equal."""
-    if len(set(values)) == 1:
+    if all(value == values[0] for value in values):  # a set would make a traced step count a constant
         return values[0]
     counts = torch.tensor([cut.count for cut in part.cuts])
     return torch.tensor(values, dtype=like.dtype).repeat_interleave(counts).to(like.device, non_blocking=True)
