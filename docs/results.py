@@ -207,14 +207,14 @@ def limits(found: Sequence[Costs]) -> str:
     rows = [
         [
             one.network,
-            *(share(one.share_of_copy(name) if name in one.measured else None) for name in names),
+            *(share(one.share_of_stream(name) if name in one.measured else None) for name in names),
             share(one.share_of_product()),
-            f"{one.machine['copy_bytes_per_second'] / 1e9:.0f} GB/s",
+            f"{one.machine['stream_bytes_per_second'] / 1e9:.0f} GB/s",
             f"{one.machine['product_operations_per_second'] / 1e9:.0f} GF/s",
         ]
         for one in found
     ]
-    return Table("", ["", *names, "Anova, of a product", "copy", "product"], rows).markdown()
+    return Table("", ["", *names, "Anova, of a product", "stream", "product"], rows).markdown()
 
 
 def step_tables(found: Iterable[Costs]) -> str:

@@ -42,7 +42,7 @@ def cost(name: str = "4x8", **rows: float) -> Costs:
             "operations": 10 * 2 * 6 * 256,
         }
         made[stepper] = one
-    speed = {"copy_bytes_per_second": 56 * 256, "product_operations_per_second": 10_000}
+    speed = {"stream_bytes_per_second": 56 * 256, "product_operations_per_second": 10_000}
     return Costs(name, 1, made, speed, 256, 4)
 
 
@@ -124,9 +124,9 @@ def test_list_names_networks_and_optimizers():
 
 def test_shares_of_what_the_machine_can_do():
     costs = cost(**{"AdamW, fused": 1.0, "AdamBMA": 2.0, "Anova": 4.0})
-    assert costs.share_of_copy("AdamW, fused") == pytest.approx(28 / 56)
-    assert costs.share_of_copy("AdamBMA") == pytest.approx(40 / 56 / 2)
-    assert costs.share_of_copy("Anova") is None
+    assert costs.share_of_stream("AdamW, fused") == pytest.approx(28 / 56)
+    assert costs.share_of_stream("AdamBMA") == pytest.approx(40 / 56 / 2)
+    assert costs.share_of_stream("Anova") is None
     assert costs.share_of_product() == pytest.approx(10 * 2 * 6 * 256 / 4 / 10_000)
     assert cost(AdamBMA=1.0).share_of_product() is None
 
