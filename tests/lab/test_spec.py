@@ -11,7 +11,8 @@ from blockmean.lab.paper.protocol import studies
 from blockmean.lab.records import read_strictly, write
 from blockmean.lab.spec import ORIGINAL_FIELDS, RunSpec
 
-PUBLISHED = sorted((Path(__file__).parents[2] / "results").glob("*/*.json"))
+RESULTS = Path(__file__).parents[2] / "results"
+PUBLISHED = sorted(path for path in RESULTS.glob("*/*.json") if path.parent != RESULTS / "steps")
 
 
 @dataclass(frozen=True)

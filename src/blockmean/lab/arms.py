@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, Make] = {
     "Anova": blockmean.Anova,
     "NaturalGradientBMA": blockmean.NaturalGradientBMA,
 }
-"""Ours and torch's."""
+"""Ours and torch's, which take the parameters of any model."""
 
 PEERS = {
     "SOAP": "pytorch_optimizer",
@@ -81,14 +81,14 @@ def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
     return [p for p, chosen in pairs if chosen], [p for p, chosen in pairs if not chosen]
 
 
-OPTIMIZERS["MuonAdamW"] = MuonAdamW
-TAKE_THE_MODEL = ("MuonAdamW", "AdamMini")
+MODEL_OPTIMIZERS: dict[str, Make] = {"MuonAdamW": MuonAdamW}
+TAKE_THE_MODEL = (*MODEL_OPTIMIZERS, "AdamMini")
 """Optimizers that take the model itself instead of its parameters."""
 
 
 def known() -> list[str]:
     """The names of all optimizers."""
-    return [*OPTIMIZERS, *PEERS]
+    return [*OPTIMIZERS, *MODEL_OPTIMIZERS, *PEERS]
 
 
 def find(name: str) -> Make:
@@ -98,7 +98,7 @@ def find(name: str) -> Make:
     if name in PEERS:
         found: Make = getattr(importlib.import_module(PEERS[name]), name)
         return found
-    return OPTIMIZERS[name]
+    return OPTIMIZERS.get(name) or MODEL_OPTIMIZERS[name]
 
 
 def make(name: str, model: nn.Module, lr: float, options: dict[str, Any]) -> torch.optim.Optimizer:
