@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import interleaved, ratios, summary
 from torch import nn
 from torch._dynamo.utils import counters
 
 from blockmean import AdaGradBMA, AdamBMA, Anova
 from blockmean.lab.environment import environment, use_threads
+from blockmean.lab.timing import interleaved, ratios, summary
 from blockmean.optim import parts, passes
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {

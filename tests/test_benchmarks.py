@@ -30,6 +30,11 @@ def load(path: str) -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+def test_every_script_finds_what_it_imports(path: Path):
+    assert load(str(path.relative_to(ROOT))).__doc__
+
+
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
     out = tmp_path_factory.mktemp("benchmarks") / "algebra.json"

@@ -89,7 +89,7 @@ def test_a_step_is_measured_beside_both_forms_of_torch_and_resumes(tmp_path: Pat
     record = json.loads(before)
     del record["rows"]["Anova"]
     path.write_text(json.dumps(record))
-    assert "Anova" not in bench(*arguments, "--draw-only").output
+    assert "Anova" not in bench(*arguments, "--show-only").output
     again = bench(*arguments)
     assert "2x8, Anova:" in again.output and "2x8, AdaGradBMA:" not in again.output
 

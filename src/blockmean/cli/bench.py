@@ -127,9 +127,7 @@ def step(
     out: Annotated[Path, typer.Option(help="Folder for the records, one per network.", file_okay=False)] = Path(
         "out/steps"
     ),
-    draw_only: Annotated[
-        bool, typer.Option("--draw-only", help="Measure nothing: tables and pictures so far.")
-    ] = False,
+    show_only: Annotated[bool, typer.Option("--show-only", help="Measure nothing: show the tables so far.")] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List networks and optimizers, and exit.")] = False,
 ) -> None:
     """Time the steps of optimizers, each beside torch's default and fused form in one interleaved run.
@@ -158,7 +156,7 @@ def step(
             network(name)  # or an error that says which there are
         check_folder(out)
     try:
-        for name in chosen if not draw_only else []:
+        for name in chosen if not show_only else []:
             for optimizer, row in run(out, names, name, threads, repetitions, longest):
                 said = row.get("missing") or f"{row['beside_fused']['median']:.2f} × torch's fused step"
                 console.print(f"{name}, {optimizer}: {said}", soft_wrap=True)
