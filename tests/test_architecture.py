@@ -20,7 +20,7 @@ ALGEBRA = {"_checks", "_linalg", "blocks", "partition", "matrix"}
 ALLOWED = {
     "_checks": set(),
     "_linalg": set(),
-    "blocks": {"_checks"},
+    "blocks": {"_checks", "_linalg"},
     "partition": {"_checks", "blocks"},
     "matrix": {"_checks", "_linalg", "partition"},
     "optim": {*ALGEBRA, "optim"},

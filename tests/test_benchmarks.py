@@ -200,3 +200,24 @@ def test_the_transformer_runs_every_rate_with_every_seed(tmp_path: Path):
     specs = [spec for study in studies.values() for spec in study.final_specs(study.findings(tmp_path).best)]
     assert len({spec.key for spec in specs}) == 2 * len(script.RATES) * len(script.SEEDS)
     assert {spec.lr for spec in specs} == set(script.RATES)
+
+
+def test_steps_of_shards_exchange_what_the_formulas_say():
+    script = load("benchmarks/communication.py")
+    record = json.loads((ROOT / "benchmarks" / "results" / "communication.json").read_text())
+    for row in record["rows"]:
+        if row["sweep"] == "L":
+            assert row["bytes_per_step"] == script.adam_bma(row["shapes"])
+            assert row["collectives_per_step"] == 1
+        elif row["sweep"] == "k":
+            # 2k more numbers in the period, which count the entries of U that are not zero
+            assert row["bytes_per_step"] == pytest.approx(
+                script.anova(row["shapes"], row["options"]["means"]), rel=2e-3
+            )
+            assert row["collectives_per_step"] == (2 * 4 + 5) / 5
+    assert set(record["sent"]) == {"2", "4"}
+
+
+def test_the_matrices_of_the_large_model_are_those_of_llama():
+    shapes = load("benchmarks/communication.py").llama_70b()
+    assert sum(units * inputs for units, inputs in shapes) + 161 * 8192 == 68_976_648_192

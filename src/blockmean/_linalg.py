@@ -8,7 +8,7 @@ f(A) = Q f(w) Qᵀ itself has no such pole (Daleckii and Krein):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ from torch import Tensor
 
 Scalar = Callable[[Tensor], Tensor]
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+
+NOISE = 2.0**-19
+"""16 rounding errors of float32: what is smaller than this share of a whole counts as noise."""
+
+WITHOUT_FLOAT64 = ("mps",)
+"""Devices that have no float64."""
 
 JITTER = 1e-8
 """Added to the diagonal, relative to its mean, when an eigendecomposition fails and is tried again."""
@@ -31,6 +37,16 @@ _WEIGHTS = (0.17392742256872692, 0.32607257743127307, 0.32607257743127307, 0.173
 def to_float64(x: Tensor) -> Tensor:
     """x in float64; on devices without float64 (MPS) x itself."""
     return x if x.device.type == "mps" else x.double()
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """In float64, which some devices do not have: then on the CPU."""
+    return x.to(home_of(x.device), torch.float64)
+
+
+def home_of(device: torch.device) -> torch.device:
+    """Where numbers in float64 about tensors on a device are kept."""
+    return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
 
 
 def symmetrised(A: Tensor) -> Tensor:
@@ -143,9 +159,20 @@ def inverse_root_minus_identity(A: Tensor, floor: float) -> Tensor:
     """
     if A.ndim == 1:
         return A.clamp(min=floor).rsqrt() - 1
+    factors, Q = _inverse_roots_minus_one(A, floor)
+    return (Q * factors) @ Q.mT
+
+
+def times_inverse_root_minus_identity(A: Tensor, floor: float, b: Tensor) -> Tensor:
+    """(A^-½ − I) b of the same root, which is not formed, (L,)."""
+    factors, Q = _inverse_roots_minus_one(A, floor)
+    return Q @ (factors * (Q.mT @ b))
+
+
+def _inverse_roots_minus_one(A: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     w, Q = eigh(A)
     noise = torch.finfo(A.dtype).eps * w.max()
-    return (Q * (w.clamp(min=floor).maximum(noise).rsqrt() - 1)) @ Q.mT
+    return w.clamp(min=floor).maximum(noise).rsqrt() - 1, Q
 
 
 # ---------------------------------------------------------------- functions of symmetric matrices
@@ -211,20 +238,38 @@ def orthonormalized(Y: Tensor, V: Tensor, otherwise: Tensor) -> Tensor:
     """Orthonormal columns that span what those of Y span, one by one; `otherwise` where those are nearly parallel.
 
     Cholesky-QR in float64, twice, of a batch of tall matrices (…, n, k). A little of V, the columns so far, is added to
-    Y. A column that is zero in both stays zero.
+    Y; columns of Y that are noise beside its longest one count as zero. A column that is zero in both stays zero.
     """
-    if V.shape[-1] == 0:
-        return V
-    Z = Y.double()
-    length = torch.linalg.vector_norm(Z, dim=-2, keepdim=True)
-    Z = (Z / length.clamp_(min=torch.finfo(Z.dtype).tiny)).add_(V, alpha=INERTIA)
-    gram = Z.mT @ Z
+    found: list[Tensor] = []
+    for _ in orthonormalization(Y, V, otherwise, found):
+        pass
+    return found[0]
+
+
+def orthonormalization(Y: Tensor, V: Tensor, otherwise: Tensor, found: list[Tensor]) -> Iterator[list[Tensor]]:
+    """`orthonormalized`, whose result is appended to `found`, for matrices of which one may have only some rows.
+
+    Yields sums over rows: whoever has only some has to complete them in place.
+    """
+    k = V.shape[-1]
+    if k == 0:
+        found.append(V)
+        return
+    both = torch.cat([in_float64(Y), in_float64(V)], -1)
+    gram = both.mT @ both
+    yield [gram]
+    length = gram.diagonal(dim1=-2, dim2=-1)[..., :k].sqrt()
+    is_signal = length > NOISE * length.amax(-1, keepdim=True)  # else rounding would decide where the column points
+    inverse = torch.where(is_signal, 1 / length, 0.0)
+    mixed = torch.cat([torch.diag_embed(inverse), INERTIA * torch.eye(k).to(inverse).expand_as(gram[..., :k, :k])], -2)
+    Z, gram = both @ mixed, mixed.mT @ gram @ mixed  # columns of length 1, and a little of V
     empty = torch.diag_embed((gram.diagonal(dim1=-2, dim2=-1) == 0).double())
-    good = torch.ones(V.shape[:-2], dtype=torch.bool, device=V.device)
+    good = torch.ones(V.shape[:-2], dtype=torch.bool, device=gram.device)
     for again in (True, False):  # the first pass loses as many digits as the square of the condition has
         factor, failed = torch.linalg.cholesky_ex(gram + empty)
         Z = torch.linalg.solve_triangular(factor, Z.mT, upper=False).mT
         good &= (factor.diagonal(dim1=-2, dim2=-1).amin(-1) > CLOSEST) & (failed == 0)
         if again:
             gram = Z.mT @ Z
-    return torch.where(good[..., None, None], Z.to(V.dtype), otherwise)
+            yield [gram]
+    found.append(torch.where(good[..., None, None].to(V.device), Z.to(V), otherwise))

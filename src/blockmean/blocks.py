@@ -15,10 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from blockmean._checks import as_int, require
+from blockmean._linalg import in_float64
 
 Params = nn.Module | Tensor | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 By = str | Callable[[str, Tensor], "str | int | tuple[int, ...] | Tensor"]
 """How to cut tensors into blocks: a name in `BY`, or a callable (name, tensor) → such a name, dims, or labels."""
+
+Box = tuple[tuple[int, int], ...]
+"""Some entries of a tensor: start and stop along every dim."""
 
 BY = ("tensor", "unit", "kernel", "module", "all", "element")
 
@@ -81,7 +85,9 @@ class TensorBlocks:
         """Block sums of a tensor of this shape, whatever its strides, (count,)."""
         if self.labels is not None:
             _, order, sizes = self._cached(x.device)
-            return torch.segment_reduce(x.flatten().index_select(0, order).double(), "sum", lengths=sizes)
+            own = in_float64(x.flatten().index_select(0, order))
+            sums = torch.segment_reduce(own, "sum", lengths=sizes.to(own.device))
+            return sums if own.device == x.device else sums.to(x)
         inner = [dim for dim in range(x.ndim) if dim not in self.dims]
         return x.sum(inner).flatten() if inner else x.flatten().clone()  # never a view of x
 
@@ -91,15 +97,22 @@ class TensorBlocks:
             return c.index_select(0, self._cached(c.device)[0]).view(self.shape)
         return c.view([size if dim in self.dims else 1 for dim, size in enumerate(self.shape)])
 
+    def box(self, ranges: Box) -> tuple[TensorBlocks, int]:
+        """The blocks of a box of entries, and the index of the first of them in the whole tensor."""
+        shape = tuple(stop - start for start, stop in ranges)
+        cut = [dim for dim, (size, own) in enumerate(zip(self.shape, shape, strict=True)) if size != own]
+        inside = [dim for dim in self.dims if dim in cut]
+        if not math.prod(shape) or (self.labels is None and inside in ([], list(self.dims[:1]))):
+            later = math.prod(self.shape[dim] for dim in self.dims[1:])
+            first = ranges[self.dims[0]][0] * later if inside else 0
+            return TensorBlocks(self.name, shape, self.module, self.dims, key=self.key), first
+        own = self.entry_labels().view(self.shape)[tuple(slice(*span) for span in ranges)].flatten()
+        first = int(own.min())
+        return TensorBlocks(self.name, shape, self.module, labels=own - first, key=self.key), first
+
     def rows(self, start: int, stop: int) -> tuple[TensorBlocks, int]:
         """The blocks of rows start to stop of dim 0, and the index of the first of them in the whole tensor."""
-        shape = (stop - start, *self.shape[1:])
-        if self.labels is not None:
-            own = self.labels.view(self.shape)[start:stop].flatten()
-            first = int(own.min())
-            return TensorBlocks(self.name, shape, self.module, labels=own - first, key=self.key), first
-        first = start * math.prod(self.shape[dim] for dim in self.dims[1:]) if self.dims[:1] == (0,) else 0
-        return TensorBlocks(self.name, shape, self.module, self.dims, key=self.key), first
+        return self.box(((start, stop), *((0, size) for size in self.shape[1:])))
 
     @cached_property
     def digest(self) -> int:
@@ -128,9 +141,9 @@ def sum_blocks(cuts: Sequence[TensorBlocks], values: Sequence[Tensor]) -> Tensor
     return torch.cat([cut.sum(x) for cut, x in zip(cuts, values, strict=True)])
 
 
-def spread_blocks(cuts: Sequence[TensorBlocks], values: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """For every tensor, its numbers per block, ready to broadcast against it."""
-    return [cut.spread(c.to(dtype)) for cut, c in zip(cuts, values, strict=True)]
+def spread_blocks(cuts: Sequence[TensorBlocks], values: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    """For every tensor, its numbers per block, ready to broadcast against it, with the dtype and device of `like`."""
+    return [cut.spread(c.to(like)) for cut, c in zip(cuts, values, strict=True)]
 
 
 def cut(name: str, position: int, tensor: Tensor, by: By, output: int | Tensor = 0) -> TensorBlocks:

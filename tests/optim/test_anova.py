@@ -124,7 +124,7 @@ def test_with_all_means_it_is_adam_in_the_rotated_basis():
     start = param.detach().clone()
     grads = list(gradients((6, 6), 15))
     optimizer = run(param, grads, means=6, refresh_every=100, weight_decay=0.0, mean_beta=0.95)
-    U, V = optimizer.state[param]["units"], optimizer.state[param]["inputs"].mT
+    U, V = optimizer.state[param]["units"], optimizer.state[param]["inputs"].flatten(1).mT
     theta, m, v = U.T @ start @ V, torch.zeros(6, 6), torch.zeros(6, 6)
     for t, grad in enumerate(grads, 1):
         g = U.T @ grad @ V
@@ -142,8 +142,8 @@ def test_the_four_parts_are_orthogonal_and_add_up_to_the_gradient(means):
     param = parameter((9, 12))
     grads = list(gradients((9, 12), 20))
     state = run(param, grads, means=means).state[param]
-    U, V, G = state["units"], state["inputs"].mT, grads[-1]
-    K, R, L = (x[0] for x in parts.means(U[None], V[None], (G @ V)[None], (U.T @ G)[None]))
+    U, V, G = state["units"], state["inputs"].flatten(1).mT, grads[-1]
+    K, R, L = (x[0] for x in parts.means(U[None], V[None], *parts.thin(G[None], U[None], V[None])))
     four = [U @ K @ V.T, R @ V.T, U @ L]
     four.append(G - sum(four))
     torch.testing.assert_close(sum(four), G)
@@ -189,7 +189,7 @@ def test_weights_stay_orthonormal_over_ten_thousand_steps_in_float32(shape):
         optimizer.step()
         if t % 50 == 0:
             state = optimizer.state[param]
-            for W in (state["units"], state["inputs"].mT):
+            for W in (state["units"], state["inputs"].flatten(1).mT):
                 worst = max(worst, float((W.mT @ W - torch.eye(8)).abs().max()))
     assert worst < 1e-5
 
@@ -338,7 +338,7 @@ def test_without_means_the_moments_become_whole_again():
     grads = list(gradients((9, 12), 7))
     optimizer = run(param, grads[:6], means=(3, 4))
     state = {name: value.clone() for name, value in optimizer.state[param].items()}
-    U2, V2 = state["units"].square(), state["inputs"].mT.square()
+    U2, V2 = state["units"].square(), state["inputs"].flatten(1).mT.square()
     of_means = U2 @ state["grand_sq"] @ V2.mT + state["unit_sq"] @ V2.mT + U2 @ state["input_sq"]
     # The averages of means forget faster; c makes their weights add up to those of the remainder.
     share = (1 - 0.95**6) / (1 - 0.9**6)

@@ -46,7 +46,7 @@ def test_shares_equal_those_of_the_recorded_gradients(shape, means):
     param = zeros(*shape)
     optimizer = Anova([param], betas=(0.9, 0.97), mean_beta=0.8, means=means, refresh_every=NEVER)
     recorded = [grads[0].view(9, 12) for grads in take_steps(optimizer, [param], 15)]
-    U, V = optimizer.state[param]["units"], optimizer.state[param]["inputs"].mT
+    U, V = optimizer.state[param]["units"], optimizer.state[param]["inputs"].flatten(1).mT
     onto_U, onto_V = U @ U.mT, V @ V.mT
     rest_U, rest_V = torch.eye(9).double() - onto_U, torch.eye(12).double() - onto_V
     energy = []

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from blockmean import AdaGradBMA, AdaGradFull, AdamBMA
-from blockmean._linalg import inverse_root_minus_identity
+from blockmean._linalg import inverse_root_minus_identity, times_inverse_root_minus_identity
 from blockmean.blocks import TensorBlocks
-from blockmean.optim import native, passes
+from blockmean.optim import correction, native, passes
 from blockmean.optim.forms import FORMS, Rule
 from blockmean.optim.native import solver
 from support.optimizers import Net, assert_same, params_of, set_gradients, snapshot, stripes, train
@@ -191,7 +191,7 @@ def test_convolutions_in_channels_last_are_served():
         torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 34, 90])
+@pytest.mark.parametrize("n", [1, 2, 3, 34, 90, 400])
 @pytest.mark.parametrize("kind", ["random", "singular", "identity", "diagonal"])
 def test_the_root_without_eigenvectors(n, kind):
     rng = torch.Generator().manual_seed(n)
@@ -205,14 +205,92 @@ def test_the_root_without_eigenvectors(n, kind):
     made = native._kernels.solver(n, [])
     assert solver.times_root(made, A.data_ptr(), n, 0.1, b.data_ptr(), out.data_ptr())
     torch.testing.assert_close(out, inverse_root_minus_identity(A, 0.1) @ b, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(out, times_inverse_root_minus_identity(A, 0.1, b), rtol=1e-9, atol=1e-11)
     A[-1, -1] = torch.nan
     assert not solver.times_root(made, A.data_ptr(), n, 0.1, b.data_ptr(), out.data_ptr())
+
+
+# -------------------------------------------------------------------- block by block
+
+LOCAL = [(40, 33), (3, 5), (7, 1), (2, 8192), (2, 8193), (5, 3, 3, 3), (6, 2), (11,)]
+LOCAL_FORMS = {
+    "weighted": {},
+    "decay": {"initial_accumulator_value": 0.1},
+    "adam": {"weight_decay": 0.1},
+    "adam-eps": {"coupling": "none"},
+}
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("form", LOCAL_FORMS)
+def test_a_solve_block_by_block_is_the_one_between_passes_bit_by_bit(form, dtype, monkeypatch):
+    """So it does not matter which of them a step takes: the first one after loading takes the other."""
+    options = {"shapes": LOCAL, "steps": 4, "partition": "unit", **LOCAL_FORMS[form]}
+    found, local = run(form, dtype, **options)
+    assert local._works[0].plan.parts[0].passes.is_local
+    monkeypatch.setattr(correction.Plan, "is_local", lambda plan, layout: False)
+    expected, apart = run(form, dtype, **options)
+    assert not apart._works[0].plan.parts[0].passes.is_local
+    assert_same(found, expected)
+    assert_same(snapshot(local), snapshot(apart))
+    for a, b in zip(local.block_statistics(), apart.block_statistics(), strict=True):
+        assert_same([a.A, a.common, a.change], [b.A, b.common, b.change])
+
+
+def test_blocks_are_solved_one_by_one_only_where_they_stand_alone():
+    def is_local(form="adam", change=None, **options):
+        params = new_params(shapes=[(3, 4), (6, 2), (4,)])
+        optimizer = make(form, params, **{"partition": "unit", **options})
+        for t in range(3):
+            set_gradients(params, t)
+            if t == 2 and change:
+                change(params)
+            optimizer.step()
+        return any(getattr(own, "is_local", False) for own in parts_of(optimizer)) if optimizer._works else False
+
+    assert is_local() and is_local("weighted") and is_local(refresh_every=3)
+    assert not is_local("paper") and not is_local("consistent") and not is_local(correction=False)
+    assert not is_local("adam-cap")  # squares of diagonal steps may overflow
+    assert not is_local(coupling="all") and not is_local(coupling="module") and not is_local(partition="all")
+    assert not is_local(foreach=False) and not is_local(change=lambda params: setattr(params[0], "grad", None))
+    assert not is_local(change=lambda params: setattr(params[0], "data", params[0].data.clone()))  # nobody has looked
+
+
+@pytest.mark.parametrize("form", ["weighted", "adam"])
+@pytest.mark.parametrize("size", [1e17, 1e18, 5e18, 1e19])
+def test_sums_that_overflow_are_noticed_block_by_block_too(form, size):
+    """Squares of float32 near its limit: either nothing changes, or the step is that of the two passes."""
+    params = new_params(torch.float32, [(3, 40)])
+    optimizer = make(form, params, partition="unit")
+    for t in range(12):
+        set_gradients(params, t, size)
+        before = snapshot(optimizer)
+        try:
+            optimizer.step()
+        except ValueError as error:
+            assert "overflow, though every gradient is finite. Nothing was changed" in str(error)
+            assert_same(snapshot(optimizer), before)
+        assert all(x.isfinite().all() for state in optimizer.state.values() for x in state.values())
+
+
+def test_moments_that_somebody_has_spoilt_stop_their_own_block():
+    params = new_params(shapes=[(3, 4), (6, 2)])
+    optimizer = make("adam", params, partition="unit")
+    for t in range(2):
+        set_gradients(params, t)
+        optimizer.step()
+    optimizer.state[params[1]]["exp_avg"][4, 1] = torch.nan
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(ValueError, match=r"^The state of layer0.p1 is not finite, .* layer0.p1\[4\] overflow. The"):
+        optimizer.step()
+    assert_same(params[1].detach()[4], before[1][4])
+    assert (params[1].detach()[:4] != before[1][:4]).all() and params[1].isfinite().all()
 
 
 # -------------------------------------------------------------------- threads and processes
 
 
-@pytest.mark.parametrize("form", ["paper", "adam"])
+@pytest.mark.parametrize("form", ["paper", "adam", "weighted"])
 def test_the_number_of_threads_changes_no_bit(form):
     def bits(threads):
         torch.set_num_threads(threads)

@@ -360,7 +360,12 @@ class DenseAnova:
     def orthonormal(Y, old):
         if Y.shape[1] == 0:
             return old
-        Z = np.stack([y / (np.linalg.norm(y) or 1.0) for y in Y.T], 1) + 1e-3 * old
+        lengths = np.linalg.norm(Y, axis=0)
+        noise = 2.0**-19 * lengths.max()
+        Z = (
+            np.stack([y / size if size > noise else 0 * y for y, size in zip(Y.T, lengths, strict=True)], 1)
+            + 1e-3 * old
+        )
         Q, R = np.linalg.qr(Z)
         signs = np.sign(np.diag(R))
         return Q * signs if np.abs(np.diag(R)).min() > 1e-5 else old

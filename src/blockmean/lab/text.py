@@ -28,7 +28,7 @@ class CharacterTransformer(nn.Module):
 
     def forward(self, characters: Tensor) -> Tensor:
         """(n, context) → (n, vocabulary, context), as `cross_entropy` takes it."""
-        hidden = self.embed(characters) + self.place(torch.arange(characters.shape[1]))
+        hidden = self.embed(characters) + self.place(torch.arange(characters.shape[1], device=characters.device))
         hidden = self.blocks(hidden, mask=self.mask, is_causal=True)
         outputs: Tensor = self.head(self.norm(hidden)).mT
         return outputs

@@ -38,6 +38,7 @@ class AdaGradFull(BlockMeanOptimizer):
     """
 
     not_negative = ("lr", "weight_decay", "lr_decay")
+    takes_shards = False
 
     def __init__(
         self,

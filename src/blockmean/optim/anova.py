@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -41,14 +41,22 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require, require_adamw, require_betas, require_number
+from blockmean._linalg import NOISE, home_of, in_float64
 from blockmean.optim import native, parts
 from blockmean.optim.forms import FORMS, Rule
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
-from blockmean.optim.native.matrices import NOISE, Matrices, inner_of
+from blockmean.optim.native.matrices import Matrices, inner_of
 from blockmean.optim.optimizer import BlockMeanOptimizer, Work, distinct, given_names, shown_names
-from blockmean.optim.parts import AVERAGES, MEANS, SQUARES, STATE, WEIGHTS, Step, join_
+from blockmean.optim.parts import AVERAGES, MEANS, SQUARES, STATE, WEIGHTS, Place, Step, join_
 from blockmean.optim.passes import NATIVE, Tensors, arithmetic, choose, wants_native
+from blockmean.optim.sharding import Request, Sides, add_up, like, local, sides_of
 from blockmean.optim.stacks import Stack
+
+# State that is sharded like the rows, and like the columns, of its parameter.
+SHARDED = (
+    {*STATE[:2], "units", "units_sketch", "unit_avg", "unit_sq"},
+    {*STATE[:2], "inputs", "inputs_sketch", "input_avg", "input_sq"},
+)
 
 NARROW, MOST = 4, 32
 """means="auto": twice the root of the shorter side of a matrix, up to 32; none for sides shorter than 4."""
@@ -79,10 +87,23 @@ class Kind(NamedTuple):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every state tensor."""
-        (k, q), (units, inputs) = self.means, self.matrix
-        sides, parts = ((units, k), (q, inputs)), ((k, q), (units, q), (k, inputs))
+        (k, q), (units, _) = self.means, self.matrix
+        rest = self.shape[1:]  # sides that sharding may cut keep their dims
+        sides, parts = ((units, k), (q, *rest)), ((k, q), (units, q), (k, *rest))
         means = (*sides, *sides, *parts, *parts)
         return dict(zip(STATE, (self.shape, self.shape, *means), strict=True))
+
+
+@dataclass
+class Shard:
+    """What this process has of a sharded matrix that takes a step."""
+
+    kind: Kind
+    param: Tensor
+    grad: Tensor
+    sides: Sides
+    places: tuple[Place, Place]
+    products: tuple[Tensor, ...] = ()  # G V, Uᵀ G and Uᵀ G V, if its means have begun
 
 
 @dataclass
@@ -97,6 +118,7 @@ class Plan:
     began: list[int] = field(default_factory=list)  # the addresses of their `began`
     ages: list[tuple[int, int]] = field(default_factory=list)  # their steps, and those since their means began
     others: list[int] = field(default_factory=list)  # matrices that the kernels cannot serve, or whose means begin
+    sharded: dict[int, Shard] = field(default_factory=dict)  # matrices that other processes have a part of, by tensor
     serves_again: bool = True
     sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # zeros, one per tensor
 
@@ -107,10 +129,14 @@ class Plan:
         self.ages = [(step, step - start) for step, start in zip(steps, began, strict=True)]
         return all(age > 1 for _, age in self.ages)
 
+    def by_torch(self, work: Work) -> list[int]:
+        """The matrices that torch's operations take, by their index in the group."""
+        return [*(work.indices[j] for j in self.others), *self.sharded]
+
     @property
     def is_compiled(self) -> bool:
         """Whether the kernels take everything."""
-        return not self.others and (not self.plain or isinstance(self.passes, NATIVE))
+        return not self.others and not self.sharded and (not self.plain or isinstance(self.passes, NATIVE))
 
 
 class Anova(BlockMeanOptimizer):
@@ -231,6 +257,9 @@ class Anova(BlockMeanOptimizer):
             )
         return state
 
+    def sharded_dims(self, name: str, value: Tensor) -> list[int]:
+        return [dim for dim in range(value.ndim) if name in SHARDED[dim > 0]]
+
     # ---------------------------------------------------------------- the hooks
 
     def _plan(self, work: Work) -> Plan:
@@ -243,8 +272,12 @@ class Anova(BlockMeanOptimizer):
         wanted = wants_native(group["foreach"], group["fused"])
         shared = native.overlapping([(j, param) for j, param in enumerate(work.params)]) if wanted else set()
         plan, begun = Plan(options), set()
+        if work.is_sharded:
+            plan.sharded = self._shards(work)
         for j, i in enumerate(work.indices):
-            kind = self._kind(work, j)
+            kind = self._kind(work, i)
+            if i in plan.sharded:
+                continue
             if kind.means == (0, 0):
                 plan.plain.append(j)
             elif not (wanted and self._can_compile(work, j, j in shared)):
@@ -256,7 +289,7 @@ class Anova(BlockMeanOptimizer):
                 plan.others.append(j)
                 plan.serves_again = False  # from the next step on the kernels take it
         for kind in begun:
-            self._stack(work, kind, [work.indices[j] for j in plan.compiled if self._kind(work, j) == kind])
+            self._stack(work, kind, [i for j in plan.compiled if self._kind(work, i := work.indices[j]) == kind])
         if plan.compiled:
             states = [work.states[work.indices[j]] for j in plan.compiled]
             plan.matrices = Matrices([work.params[j] for j in plan.compiled], states)
@@ -264,17 +297,39 @@ class Anova(BlockMeanOptimizer):
             plan.ages_of(work)
         if plan.plain:
             plan.passes = choose(self._plain(work, plan), group["foreach"], group["fused"])
-        plan.sums = torch.zeros(1, len(work.params), dtype=torch.float64, device=work.params[0].device)
+        plan.sums = torch.zeros(1, len(work.params), dtype=torch.float64, device=home_of(work.tensors[0].device))
         return plan
 
-    def _kind(self, work: Work, j: int) -> Kind:
-        param = work.params[j]
+    def _kind(self, work: Work, i: int) -> Kind:
+        param = work.tensors[i]
         return Kind(work.number, param.shape, param.dtype, means_of(param.shape, work.group["means"]))
+
+    def _shards(self, work: Work) -> dict[int, Shard]:
+        """The sharded matrices with means that take part, also those of which this process has no entry."""
+        found = {}
+        for i in work.states:
+            box, kind = work.layout.boxes[i], self._kind(work, i)
+            if box is None or kind.means == (0, 0):
+                continue
+            param, grad = work.tensors[i], work.gradient(i)
+            assert grad is not None
+            for name in self.entry_state:  # that of a convolution may come with its channels last
+                if name in (state := work.states[i]) and not local(state[name]).is_contiguous():
+                    state[name] = like(param, local(state[name]).contiguous(), range(param.ndim))
+            units, inputs = kind.matrix
+            columns = (
+                torch.arange(inputs, device=grad.device)
+                .view(kind.shape[1:])[tuple(slice(*span) for span in box[1:])]
+                .flatten()
+            )
+            places = Place(torch.arange(*box[0], device=grad.device), units), Place(columns, inputs)
+            found[i] = Shard(kind, local(param), grad, sides_of(param), places)
+        return found
 
     def _plain(self, work: Work, plan: Plan) -> Tensors:
         """The tensors that take AdamW."""
         states = [work.states[work.indices[j]] for j in plan.plain]
-        first, second = ([state[key] for state in states] for key in self.entry_state)
+        first, second = ([local(state[key]) for state in states] for key in self.entry_state)
         params, grads, steps, cuts = (
             [values[j] for j in plan.plain] for values in (work.params, work.grads, work.steps, work.cuts)
         )
@@ -296,34 +351,70 @@ class Anova(BlockMeanOptimizer):
             )
         return reason is None
 
+    def num_rows(self, group: dict[str, Any]) -> int:
+        return 1
+
+    def exchange_dtype(self) -> torch.dtype:
+        sharded = [
+            arithmetic(distinct(group)[i].dtype)
+            for group, layout in zip(self.param_groups, self._layouts, strict=True)
+            for i in layout.sharded
+        ]
+        return reduce(torch.promote_types, sharded, torch.float32)
+
+    def requests(self, number: int, work: Work | None) -> list[Request]:
+        """G V, Uᵀ G and Uᵀ G V of every sharded matrix with means, or zeros in their place."""
+        group, found = self.param_groups[number], []
+        shards: Mapping[int, Shard] = {} if work is None or work.plan is None else work.plan.sharded
+        for i, param in enumerate(distinct(group)):
+            k, q = means_of(param.shape, group["means"])
+            if self._layouts[number].boxes[i] is None or (k, q) == (0, 0):
+                continue
+            own, sides = local(param), sides_of(param)
+            products = shards[i].products if i in shards else ()
+            if not products:
+                rows, columns = own.shape[0], own.shape[1:].numel()
+                products = tuple(torch.zeros(1, *shape) for shape in ((rows, q), (k, columns), (k, q)))
+            found += [Request(x, getattr(sides, side)) for x, side in parts.around(products)]
+        return found
+
     def block_sums(self, work: Work) -> Tensor:
         """Whether gradients are finite, and how large their rounding errors are: the squared length of every matrix."""
         plan = work.plan = self._plan(work)
         grads: Any = work.grads
+        for i, shard in plan.sharded.items():
+            coming = {**work.states[i], "step": work.states[i]["step"] + 1}
+            if shard.kind.fits(coming) and age_of(coming) > 1:
+                state = _batched(work.states[i])
+                U, Vt = (state[name].flatten(2) for name in WEIGHTS[:2])
+                with torch.autocast(shard.grad.device.type, enabled=False):
+                    G = parts.gradient([shard.grad], state, work.group["maximize"])
+                    shard.products = parts.thin(G, U, Vt.mT)
         work.is_finite = plan.matrices is None or plan.matrices.sums([grads[j] for j in plan.compiled])
         if plan.is_compiled and plan.plain:
             plan.passes.block_sums(self._rule(work.group), self._plain(work, plan))
             work.is_finite = work.is_finite and plan.passes.is_finite
-        if plan.is_compiled and work.is_finite:
+        if (plan.is_compiled and work.is_finite) or not grads:
             return plan.sums  # nobody needs them: the kernels keep their own
         work.is_finite = None
         if all(arithmetic(grad.dtype) == grad.dtype for grad in grads):
             lengths = torch._foreach_norm(grads)
         else:  # one by one: never a copy of all gradients
             lengths = tuple(torch.linalg.vector_norm(grad, dtype=arithmetic(grad.dtype)) for grad in grads)
-        return torch.stack([length.double() for length in lengths]).square_()[None]
+        return torch.stack([in_float64(length) for length in lengths]).square_()[None]
 
     def solve(self, work: Work) -> Tensor | None:
         """What is added to the roots of v_K, v_R, v_L and v_E: ε, and rounding errors of G, (4, n).
 
         None if compiled kernels take all matrices: they know it themselves.
         """
-        if not work.plan.others:
+        layout, taking_part = work.layout, work.plan.by_torch(work)
+        if not taking_part:
             return None
-        errors = rounding(tuple(param.shape for param in work.params), work.sums.device)
-        squares = work.sums if work.in_order else work.sums[:, [blocks.start for blocks in work.blocks]]
+        errors = rounding(tuple(layout.shapes[i] for i in taking_part), work.sums.device)
+        squares = work.sums[:, [layout.starts[i] for i in taking_part]]
         floors: Tensor = squares.sqrt() * errors + work.group["eps"]
-        smallest = max(torch.finfo(arithmetic(param.dtype)).tiny for param in work.params) ** 0.5
+        smallest = max(torch.finfo(arithmetic(work.tensors[i].dtype)).tiny for i in taking_part) ** 0.5
         return floors if work.group["eps"] > smallest else floors.clamp_(min=smallest)  # smaller squares vanish
 
     def apply_(self, work: Work, solution: Tensor | None) -> None:
@@ -334,8 +425,9 @@ class Anova(BlockMeanOptimizer):
                 state = work.states[work.indices[plan.compiled[place]]]
                 parts.turn_({name: state[name][None] for name in STATE})
         kinds: dict[Kind, list[int]] = {}
+        column = {i: place for place, i in enumerate(plan.by_torch(work))}
         for j in plan.others:
-            kinds.setdefault(self._kind(work, j), []).append(j)
+            kinds.setdefault(self._kind(work, work.indices[j]), []).append(j)
         for kind, positions in kinds.items():
             where = {work.indices[j]: j for j in positions}
             for i in where:
@@ -351,9 +443,42 @@ class Anova(BlockMeanOptimizer):
                     step = self._numbers(group, *steps[batch.members[0]])
                     assert solution is not None
                     with torch.autocast(solution.device.type, enabled=False):  # products keep their precision
-                        parts.apply_(step, [work.params[j] for j in at], grads, batch.buffers, solution[:, at])
+                        floors = solution[:, [column[i] for i in batch.members]]
+                        parts.apply_(step, [work.params[j] for j in at], grads, batch.buffers, floors)
+        if plan.sharded:
+            assert solution is not None
+            self._apply_sharded(work, plan, {i: solution[:, [column[i]]] for i in plan.sharded})
         if not plan.serves_again:
             work.plan = None
+
+    def _apply_sharded(self, work: Work, plan: Plan, floors: Mapping[int, Tensor]) -> None:
+        """One step of all sharded matrices side by side, so that one collective serves all of them."""
+        walks = []
+        for i, shard in plan.sharded.items():
+            state = work.states[i]
+            if not shard.products:
+                self._begin(work.tensors[i], state, shard.kind, work.group)
+            step = self._numbers(work.group, int(state["step"]), age_of(state))
+            own = [shard.param], [shard.grad], _batched(state), floors[i]
+            walks.append((parts.walk_(step, *own, shard.products, shard.places), shard.sides))
+        with torch.autocast(work.sums.device.type, enabled=False):
+            while walks:
+                asked = [(next(walk, None), walk, sides) for walk, sides in walks]
+                walks = [(walk, sides) for sums, walk, sides in asked if sums is not None]
+                requests = [Request(x, getattr(sides, side)) for sums, _, sides in asked if sums for x, side in sums]
+                add_up(requests)
+
+    def _begin(self, param: Tensor, state: dict[str, Any], kind: Kind, group: dict[str, Any]) -> None:
+        """Let the means of a sharded matrix begin in this step."""
+        _forget(state, group)
+        state["began"] = torch.tensor(float(state["step"]) - 1, dtype=torch.float32)
+        own, dtype = local(param), kind.dtype
+        for name, shape in kind.shapes().items():
+            if name in state:
+                continue
+            dims = self.sharded_dims(name, torch.empty(shape, device="meta"))
+            size = [own.shape[dim] if dim in dims else count for dim, count in enumerate(shape)]
+            state[name] = like(param, torch.zeros(size, dtype=dtype, device=own.device), dims)
 
     def _numbers(self, group: dict[str, Any], steps: int, age: int) -> Step:
         turns = age % group["refresh_every"] == 0
@@ -364,13 +489,23 @@ class Anova(BlockMeanOptimizer):
     def block_statistics(self) -> list[MeanStatistics]:  # type: ignore[override]  # means in place of blocks
         """How much of the gradient is means: one entry per matrix with means, in order.
 
-        Costs one pass over the second moments, and only when called.
+        Costs one pass over the second moments, and only when called. If parameters are sharded, all processes call it.
         """
+        found, energies = [], []
+        for number, group in enumerate(self.param_groups):
+            for i, (name, param) in enumerate(zip(given_names(group), distinct(group), strict=True)):
+                state = self.state.get(param, {})
+                if means_of(param.shape, group["means"]) == (0, 0) or "units" not in state:
+                    continue
+                sides = sides_of(param)
+                over = ((), sides.units, sides.inputs, sides.both)
+                own = [in_float64(local(state[key]).sum()) for key in (*SQUARES, "exp_avg_sq")]
+                energies.append([Request(x, groups) for x, groups in zip(own, over, strict=True)])
+                found.append((number, name or f"param{i}", state, group))
+        add_up([request for own in energies for request in own], torch.float64)
         return [
-            mean_statistics(number, name or f"param{i}", self.state[param], group)
-            for number, group in enumerate(self.param_groups)
-            for i, (name, param) in enumerate(zip(given_names(group), distinct(group), strict=True))
-            if means_of(param.shape, group["means"]) != (0, 0) and "units" in self.state.get(param, {})
+            mean_statistics(*one, [float(request.value) for request in own])
+            for one, own in zip(found, energies, strict=True)
         ]
 
     def _rule(self, group: dict[str, Any]) -> Rule:
@@ -379,9 +514,8 @@ class Anova(BlockMeanOptimizer):
 
     def _apply_plain(self, work: Work, plan: Plan) -> None:
         """AdamW."""
-        for j in plan.plain:
-            state = work.states[work.indices[j]]
-            if "units" in state:  # the means were switched off
+        for i, state in work.states.items():
+            if "units" in state and self._kind(work, i).means == (0, 0):  # the means were switched off
                 _forget(state, work.group)
         if plan.plain:
             plan.passes.apply_(self._rule(work.group), self._plain(work, plan), [], [])
@@ -399,7 +533,8 @@ class Anova(BlockMeanOptimizer):
                 state["began"] = torch.tensor(float(state["step"]) - 1, dtype=torch.float32)
         states = {i: work.states[i] for i in members}
         for i, param in enumerate(work.tensors):  # and those without a gradient: batches must not depend on who has one
-            state = self.state.get(param, {}) if param.dtype == kind.param_dtype else {}
+            belongs = param.dtype == kind.param_dtype and work.layout.boxes[i] is None
+            state = self.state.get(param, {}) if belongs else {}
             if i not in states and all(name in state and state[name].shape == shapes[name] for name in shapes):
                 states[i] = state
         like = torch.empty(0, dtype=kind.dtype, device=work.tensors[members[0]].device)
@@ -417,16 +552,21 @@ def age_of(state: Mapping[str, Any]) -> int:
     return max(0, int(state["step"]) - int(state["began"])) if "began" in state else 0
 
 
+def _batched(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What this process has of the state of a matrix, as a batch of one."""
+    return {name: local(state[name])[None] for name in STATE}
+
+
 def _forget(state: dict[str, Any], group: dict[str, Any]) -> None:
     """Drop the means of a matrix; its average gradient and, as if all parts were independent, square become whole."""
-    if all(name in state for name in MEANS):
-        shape, (_, beta2) = state["exp_avg"].shape, group["betas"]
-        units, inputs, _, _, *averages = (state[name][None] for name in (*WEIGHTS, *AVERAGES))
-        join_(state["exp_avg"].view(1, shape[0], -1), units, inputs, averages)
+    if all(name in state for name in STATE):
+        own, (_, beta2) = _batched(state), group["betas"]
+        units, inputs = (own[name].flatten(2) for name in WEIGHTS[:2])
+        join_(own["exp_avg"].flatten(2), units, inputs, [own[name].flatten(2) for name in AVERAGES])
         before, age = max(1, int(state["step"]) - 1), max(1, age_of(state) - 1)
         share = (1 - beta2**before) / (1 - group["mean_beta"] ** age)
-        squares = [share * state[name][None] for name in SQUARES]
-        join_(state["exp_avg_sq"].view(1, shape[0], -1), units.square(), inputs.square(), squares)
+        squares = [share * own[name].flatten(2) for name in SQUARES]
+        join_(own["exp_avg_sq"].flatten(2), units.square(), inputs.square(), squares)
     for name in (*MEANS, "began"):
         state.pop(name, None)
 

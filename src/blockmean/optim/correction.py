@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blockmean._linalg import LinAlgError, inverse_root_minus_identity, times
+from blockmean._linalg import LinAlgError, home_of, inverse_root_minus_identity, times
 from blockmean.blocks import By
 from blockmean.optim import native
 from blockmean.optim.forms import SMALLEST_LAMBDA, Form, Rule
 from blockmean.optim.layout import Component, Layout, Pieces
 from blockmean.optim.native.solver import Solver, can_solve
-from blockmean.optim.optimizer import BlockMeanOptimizer, Work, assemble, shown_names
+from blockmean.optim.optimizer import BlockMeanOptimizer, Work, finite_blocks, shown_names
 from blockmean.optim.passes import NATIVE, Tensors, choose, wants_native
+from blockmean.optim.sharding import local
 
 
 def accumulate_(U: Tensor, u: Tensor, beta: float | None, present: Tensor | None) -> None:
@@ -103,6 +104,15 @@ class Plan:
     columns: Tensor  # (rows, blocks of all pieces in order)
     solver: Solver | None = None
 
+    def is_local(self, layout: Layout) -> bool:
+        """Whether the kernels may solve block by block, as they update: each block for itself, from its own sums alone.
+
+        Not in the first step of a plan: nobody has looked at the moments yet, and they could be anything. Not with a
+        cap: squares of diagonal steps may overflow, which has to be noticed before anything changes.
+        """
+        rule = self.parts[0].rule
+        return self.solver is not None and layout.is_diagonal and rule.form.is_weighted and rule.cap is None
+
 
 class CorrectedOptimizer(BlockMeanOptimizer):
     """A diagonal method with a correction between blocks, given by a `Rule` and its `Form`."""
@@ -126,7 +136,8 @@ class CorrectedOptimizer(BlockMeanOptimizer):
     ) -> Layout:
         layout = super()._make_layout(group, tensors, by, outputs)
         if group["fused"]:
-            self._refuse_fused(group, {i: native.refusal(p, None, [], layout.cuts[i]) for i, p in enumerate(tensors)})
+            pieces = layout.whole
+            self._refuse_fused(group, {i: native.refusal(local(tensors[i]), None, [], cut) for i, _, cut, _ in pieces})
         return layout
 
     def pieces(self, work: Work, device: torch.device) -> Pieces:
@@ -135,10 +146,12 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         if not wants_native(group["foreach"], group["fused"]):
             return super().pieces(work, device)
         reasons: dict[int, str | None] = {}
+        cuts = {piece.tensor: piece.cut for piece in work.layout.whole}
         written = []
         for i, state in work.states.items():
-            param, moments = work.tensors[i], [state[key] for key in self.entry_state]
-            reasons[i] = native.refusal(param, param.grad, moments, work.layout.cuts[i])
+            param, moments = local(work.tensors[i]), [local(state[key]) for key in self.entry_state]
+            cut = cuts.get(i, work.layout.cuts[i])
+            reasons[i] = native.refusal(param, work.gradient(i), moments, cut)
             written += [(i, x) for x in (param, *moments) if not reasons[i]]
         reasons.update(dict.fromkeys(native.overlapping(written), "shares memory with another"))
         if group["fused"]:
@@ -176,7 +189,8 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         lists = Tensors(work.params, work.grads, first[0] if first else [], second, work.steps, work.cuts)
         count = sum(blocks.start < work.layout.num_coupled for blocks in work.blocks) if rule.form.corrects else 0
         shape = native.rows_of(rule if count else rule.plain()), sum(cut.count for cut in work.cuts)
-        plan = Plan(options, [], torch.zeros(shape, dtype=torch.float64, device=work.params[0].device))
+        home = home_of(work.tensors[0].device)
+        plan = Plan(options, [], torch.zeros(shape, dtype=torch.float64, device=home))
         start = 0
         for (corrects, is_native), group_of in groupby(
             range(len(work.params)), lambda j: (j < count, work.grads[j] is not None and work.indices[j] in work.native)
@@ -190,14 +204,19 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             plan.parts.append(Part(run, columns, own, tensors, passes))
         return plan
 
+    def num_rows(self, group: dict[str, Any]) -> int:
+        return native.rows_of(self.rule(group))
+
     def block_sums(self, work: Work) -> Tensor:
         plan = work.plan = self._plan(work)
         finite = work.in_order
         for part in plan.parts:
-            sums = part.passes.block_sums(part.rule, part.tensors)
             if isinstance(part.passes, NATIVE):
+                by_block = part.rule.form.corrects and plan.is_local(work.layout)
+                part.passes.block_sums(part.rule, part.tensors, by_block)
                 finite = finite and part.passes.is_finite
             else:
+                sums = part.passes.block_sums(part.rule, part.tensors)
                 plan.columns[: len(sums), part.columns] = sums
                 finite = False  # nobody has looked yet
         work.is_finite = finite or None
@@ -205,9 +224,15 @@ class CorrectedOptimizer(BlockMeanOptimizer):
 
     def apply_(self, work: Work, solution: tuple[Tensor, Tensor | None] | None) -> None:
         c, kappa = (work.in_order_of_pieces(x) if x is not None else x for x in solution or (None, None))
+        good = True
         for part in work.plan.parts:
+            if isinstance(part.passes, NATIVE) and part.passes.is_local:
+                good &= part.passes.solve_and_apply_(part.rule, work.plan.solver, work.sums)
+                continue
             own = [x[part.columns] if x is not None and part.rule.form.corrects else NOTHING for x in (c, kappa)]
             part.passes.apply_(part.rule, part.tensors, *own)
+        if not good:
+            raise ValueError(_describe_state(work))
 
     def _keep(self, work: Work) -> None:
         super()._keep(work)
@@ -215,12 +240,13 @@ class CorrectedOptimizer(BlockMeanOptimizer):
 
     def _solver(self, work: Work, names: Collection[str], initial: float) -> Solver | None:
         """The native solve, if it can do what is asked: roots that serve for several steps, and absences, it cannot."""
-        plan: Plan = work.plan
+        plan: Plan | None = work.plan
+        if plan is None or not work.in_order:
+            return None
         if plan.solver is None:
             corrected = [part.passes for part in plan.parts if part.rule.form.corrects]
             if (
-                work.in_order
-                and "root" not in names
+                "root" not in names
                 and all(isinstance(passes, NATIVE) for passes in corrected)
                 and can_solve(work.layout, work.states, names, self.statistics_kept)
             ):
@@ -229,10 +255,10 @@ class CorrectedOptimizer(BlockMeanOptimizer):
 
     def solve(self, work: Work) -> tuple[Tensor, Tensor | None] | None:
         """c and κ, one number each per block, (L,). None without a correction; κ is None if it is 1 everywhere."""
-        rule, u = work.plan.parts[0].rule, work.sums[0]
+        rule, u = self.rule(work.group), work.sums[0]
         form = rule.form
         keeps_trace = form.keeps_trace and rule.cap is None  # a cap bounds the whole correction, and so has λ = 1
-        if not form.corrects:  # or nothing that is corrected has a gradient
+        if not form.corrects or work.states.keys().isdisjoint(work.layout.component_of):
             self._last.pop(work.number, None)
             return None
         names = ["U", "energy"] if form.is_weighted else ["U"]
@@ -241,6 +267,8 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         solver = self._solver(work, names, rule.initial)
         if solver is not None:
             self._last[work.number] = (solver.common, solver.change)
+            if work.plan.parts[0].passes.is_local:  # `apply_` will do it
+                return None
             return solver.solve(rule, work.sums, self.count_fallback)
         n, scale = self._measures(work, form)
         common = scale * (u if form.takes_raw_sums else work.sums[3 if form.is_weighted else 2])
@@ -301,12 +329,22 @@ class CorrectedOptimizer(BlockMeanOptimizer):
 
     def matrices(self, work: Work) -> Iterator[tuple[Component, Tensor]]:
         asked = replace(work, group={**work.group, "correction": True}, plan=None)
-        work.sums = assemble(work, self.block_sums(asked))
-        form = asked.plan.parts[0].rule.form
-        if not form.corrects:  # nothing that is corrected has state
+        asked.sums = self.block_sums(asked)
+        self._complete([asked])
+        work.sums, form = asked.sums, self.rule(asked.group).form
+        if not form.corrects or work.states.keys().isdisjoint(work.layout.component_of):
             return
         n, _ = self._measures(work, form)
         for component, part in self.statistics(work, ["U", "energy"] if form.is_weighted else ["U"], keep=False):
             own = n[component.blocks]
             own = part["energy"].sqrt() * (own > 0) if form.is_weighted else own
             yield component, normalised(part["U"], own, form.keeps_diagonal)
+
+
+def _describe_state(work: Work) -> str:
+    i = int((~finite_blocks(work.sums)).nonzero()[0])
+    return (
+        f"The state of {work.layout.owners[i]} is not finite, or has been changed so that the sums over block "
+        f"{work.layout.names[i]} overflow. The parameters in such blocks stay as they are, all others took their step. "
+        "Load a checkpoint, or delete the state."
+    )

@@ -175,16 +175,17 @@ class MeanStatistics:
         return "\n".join([*_aligned(rows), f"{size}; {k} mean{'s' * (k != 1)} over units, {q} over inputs"])
 
 
-def mean_statistics(number: int, name: str, state: Mapping[str, Any], group: Mapping[str, Any]) -> MeanStatistics:
-    """From the state of a matrix with means, and the options of its group."""
-    squares = [state[key].sum(dtype=torch.float64) for key in ("grand_sq", "unit_sq", "input_sq", "exp_avg_sq")]
-    grand, per_unit, per_input, remainder = torch.stack(squares).tolist()
+def mean_statistics(
+    number: int, name: str, state: Mapping[str, Any], group: Mapping[str, Any], squares: Sequence[float]
+) -> MeanStatistics:
+    """From the state of a matrix with means, the options of its group, and the sums of v_K, v_R, v_L and v_E."""
+    grand, per_unit, per_input, remainder = squares
     step = int(state["step"])
     of_means = 1 - group["mean_beta"] ** (step - int(state.get("began", 0)))
     of_remainder = 1 - group["betas"][1] ** step
     energy = Parts(grand / of_means, per_unit / of_means, per_input / of_means, remainder / of_remainder)
-    (units, k), (q, inputs) = state["units"].shape, state["inputs"].shape
-    return MeanStatistics(number, name, (units, inputs), (k, q), energy)
+    (units, k), (q, *rest) = state["units"].shape, state["inputs"].shape
+    return MeanStatistics(number, name, (units, math.prod(rest)), (k, q), energy)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -6,13 +6,13 @@ import hashlib
 import warnings
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from blockmean._checks import require_choice
-from blockmean.blocks import TensorBlocks, first_blocks, named_blocks
+from blockmean.blocks import Box, TensorBlocks, first_blocks, named_blocks
 
 COUPLINGS = ("all", "module", "none")
 
@@ -35,10 +35,10 @@ class Component(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A tensor, or some rows of a large one."""
+    """A tensor, or some rows of a large one; of a sharded tensor, what this process has of it."""
 
     tensor: int
-    rows: tuple[int, int] | None  # None: the whole tensor
+    rows: tuple[int, int] | None  # None: all of it
     cut: TensorBlocks
     blocks: slice  # among the blocks of the group
 
@@ -70,6 +70,7 @@ class Layout:
         named: bool,
         leave_plain: bool = False,
         outputs: Sequence[int | Tensor] = (),
+        boxes: Sequence[Box | None] = (),
         decompositions: float = 0.0,
         max_bytes: int | None = MATRIX_LIMIT,
     ) -> None:
@@ -79,6 +80,7 @@ class Layout:
         self.tensors, self.partition, self.coupling = list(tensors), partition, coupling
         self.leave_plain = leave_plain
         self.ids: list[int] = []  # of the parameters it was last used for
+        self.placements: list[Any] = []  # how they were sharded
         self.group = 0  # number of the parameter group in its optimizer
         self.cuts = [
             TensorBlocks(tensor.name, tensor.shape, tensor.module) if leave_plain and tensor.is_plain else tensor
@@ -88,6 +90,7 @@ class Layout:
         self.is_diagonal = coupling == "none"
         self.named = named
         self.outputs = list(outputs) or [0] * len(tensors)  # output dim of every tensor, 0 by default
+        self.boxes = list(boxes) or [None] * len(tensors)  # what is local of every tensor; None: all of it
         grouped = self._grouped()
         order = [i for members in grouped.values() for i in members]
         order += [i for i in range(len(tensors)) if i not in order]
@@ -146,9 +149,10 @@ class Layout:
             named=self.named,
             leave_plain=self.leave_plain,
             outputs=self.outputs,
+            boxes=self.boxes,
             decompositions=decompositions,
         )
-        made.group = self.group
+        made.group, made.placements = self.group, self.placements
         return made
 
     def place(self, i: int) -> Tensor:
@@ -166,12 +170,25 @@ class Layout:
         return sizes
 
     @cached_property
+    def sharded(self) -> list[int]:
+        """Tensors of which this process may have only some entries, by their index in the group."""
+        return [i for i, box in enumerate(self.boxes) if box is not None and self.counts[i]]
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self.sharded)
+
+    @cached_property
     def whole(self) -> Pieces:
-        """One piece per tensor, in the order of blocks."""
-        return Pieces(
-            Piece(i, None, self.cuts[i], slice(self.starts[i], self.starts[i] + self.cuts[i].count))
-            for i in self._order
-        )
+        """One piece per tensor, in the order of blocks; none for a tensor that is sharded and empty here."""
+        pieces = Pieces()
+        for i in self._order:
+            box = self.boxes[i]
+            cut, first = (self.cuts[i], 0) if box is None else self.cuts[i].box(box)
+            start = self.starts[i] + first
+            if cut.count:
+                pieces.append(Piece(i, None, cut, slice(start, start + cut.count)))
+        return pieces
 
     @cached_property
     def split(self) -> Pieces:
@@ -185,7 +202,8 @@ class Layout:
             if piece.tensor in whole:
                 pieces.append(piece)
                 continue
-            entries, rows = self.shapes[piece.tensor].numel(), self.shapes[piece.tensor][:1].numel()
+            shape = torch.Size(piece.cut.shape)
+            entries, rows = shape.numel(), shape[:1].numel()
             count = min(rows, -(-entries // PIECE))
             if count == 1:
                 pieces.append(piece)

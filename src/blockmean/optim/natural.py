@@ -35,12 +35,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require, require_number
-from blockmean._linalg import NEGLIGIBLE, LinAlgError, damped_solve
+from blockmean._linalg import NEGLIGIBLE, LinAlgError, damped_solve, home_of, in_float64
 from blockmean.blocks import By
 from blockmean.optim.correction import accumulate_, average_, normalised
 from blockmean.optim.layout import Component
 from blockmean.optim.optimizer import BlockMeanOptimizer, Work
 from blockmean.optim.passes import arithmetic, move_
+from blockmean.optim.sharding import Request, add_up
 
 ADAPT = 1.5
 """The factor by which `adapt_damping` raises or lowers the damping."""
@@ -141,10 +142,16 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         if closure is not None and before is not None and self._predicted > 0:
             with torch.enable_grad():
                 after = closure()
-            ratio = (_number(before) - _number(after)) / self._predicted
+            ratio = self._averaged(_number(before) - _number(after)) / self._predicted
             for group in (group for group in self.param_groups if group["adapt_damping"]):
                 group["damping"] = adapted(group["damping"], -ratio if group["maximize"] else ratio)
         return before
+
+    def _averaged(self, change: float) -> float:
+        """The mean over the processes that share parameters, each of which sees the loss of its own samples."""
+        total = torch.tensor([change, 1.0], dtype=torch.float64, device="cpu")
+        add_up([Request(total, tuple(self._process_groups()))], torch.float64)
+        return float(total[0] / total[1])
 
     def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {"step": torch.tensor(0.0, dtype=torch.float32)}
@@ -154,6 +161,9 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         if group["momentum"] and "momentum_buffer" not in state:  # a schedule may switch it on later
             return {**state, "momentum_buffer": torch.zeros_like(param, dtype=arithmetic(param.dtype))}
         return state
+
+    def num_rows(self, group: dict[str, Any]) -> int:
+        return 4
 
     def block_sums(self, work: Work) -> Tensor:
         """Rows: Σ g; squared deviations from the mean of each piece of a block; (Σ g)²/s of the piece; and, to predict
@@ -165,18 +175,20 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         buffers = work.moments["momentum_buffer"]
         for i, (param, grad, cut) in enumerate(zip(work.params, work.grads, work.cuts, strict=True)):
             if grad is None:
-                columns.append(torch.zeros(4, cut.count, dtype=torch.float64, device=param.device))
+                columns.append(torch.zeros(4, cut.count, dtype=torch.float64, device=home_of(param.device)))
                 continue
             g = _signed(param, grad, group)
-            u, sizes = cut.sum(g).double(), cut.sizes.clamp(min=1).to(g.device, torch.float64, non_blocking=True)
-            squares = cut.sum((g - cut.spread((u / sizes).to(g.dtype))).square_())
+            u = in_float64(cut.sum(g))
+            sizes = cut.sizes.clamp(min=1).to(u, non_blocking=True)
+            squares = cut.sum((g - cut.spread((u / sizes).to(g))).square_())
             carried = torch.zeros_like(u)
             if group["adapt_damping"]:
                 rest = group["weight_decay"] * param.to(g.dtype)
                 buffer = buffers[i]
                 carried = cut.sum(g * (rest if buffer is None else rest + group["momentum"] * buffer))
-            columns.append(torch.stack([u, squares.double(), u.square() / sizes, carried.double()]))
-        return torch.cat(columns, 1)
+            columns.append(torch.stack([u, in_float64(squares), u.square() / sizes, in_float64(carried)]))
+        nothing = torch.zeros(4, 0, dtype=torch.float64, device=home_of(work.tensors[0].device))
+        return torch.cat([nothing, *columns], 1)
 
     def solve(self, work: Work) -> tuple[Tensor, Tensor, Tensor]:
         """The means of the blocks, and √τ / (λ + δτ) and √τ c, (L,) each."""
@@ -236,7 +248,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             if grad is None:
                 continue
             g = _signed(param, grad, group)
-            shift, middle, scale = (cut.spread(x[i].to(g.dtype)) for x in (shifts, means, inverses))
+            shift, middle, scale = (cut.spread(x[i].to(g)) for x in (shifts, means, inverses))
             step = torch.addcmul(shift, g - middle, scale)
             if group["momentum"]:
                 buffer = work.moments["momentum_buffer"][i]

@@ -2,7 +2,7 @@
 
     collect      plain lists of local tensors: parameters, gradients, state
     block_sums   a small array, (rows, L), in float64; nothing changes
-    reduce       not yet: here the sums of shards will be added up over ranks
+    add_up       sums over the shards of sharded parameters, so that the rest is the same on every process
     finite?      bad gradients are noticed here, for all groups, before anything has changed
     solve        statistics between blocks → numbers per block
     apply_       state and parameters, written once
@@ -12,6 +12,7 @@ A new optimizer is one file with four hooks: `init_state`, `block_sums`, `solve`
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +26,13 @@ from torch._compile import _disable_dynamo  # as torch.optim does: torch.compile
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from blockmean._checks import require, require_choice, require_number
+from blockmean._linalg import home_of
 from blockmean.blocks import BY, By, TensorBlocks, cut, outputs_of
-from blockmean.optim import native
+from blockmean.optim import native, sharding
 from blockmean.optim.inspection import BlockStatistics, eigenvalues_of
 from blockmean.optim.layout import COUPLINGS, MATRIX_LIMIT, Component, Layout, Piece, Pieces
 from blockmean.optim.passes import arithmetic
+from blockmean.optim.sharding import Exchange, Question, Request, local, local_gradient
 from blockmean.optim.statistics import State, arrange, check_places, gather, scatter, taking_part, without_gaps
 from blockmean.optim.watch import Watch
 
@@ -43,6 +46,7 @@ class Work:
     layout: Layout
     tensors: list[Tensor]  # all parameters of the group, each once
     states: dict[int, State]  # of parameters with a gradient, by index in `tensors`
+    gradients: dict[int, Tensor | None] = field(default_factory=dict)  # what is local of those of sharded tensors
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor | None] = field(default_factory=list)  # None: only counts in a block that it shares with others
     moments: dict[str, list[Any]] = field(default_factory=dict)  # None where a state has no such entry
@@ -50,7 +54,7 @@ class Work:
     steps: list[int] = field(default_factory=list)  # this step included
     cuts: list[TensorBlocks] = field(default_factory=list)
     blocks: list[slice] = field(default_factory=list)
-    sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L)
+    sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L); at first of each piece, in order
     present: Tensor | None = None  # which blocks take part, (L,); None: all
     in_order: bool = True  # the blocks of all pieces, concatenated, are those of the group in order
     is_finite: bool | None = None  # whether all sums are; None if nobody has looked yet
@@ -73,6 +77,15 @@ class Work:
             and all(map(is_, params, self.tensors))
             and self.watch.sees_no_change(params, states)
         )
+
+    def gradient(self, i: int) -> Tensor | None:
+        """What this process has of a gradient."""
+        return self.gradients[i] if i in self.gradients else self.tensors[i].grad
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other processes have some of these tensors."""
+        return self.layout.is_sharded
 
     def refresh(self) -> None:
         """Take the gradients and step counts of the next step."""
@@ -98,7 +111,7 @@ class Work:
 
     def in_order_of_pieces(self, values: Tensor) -> Tensor:
         """The same in one row."""
-        return values if self.in_order else torch.cat(self.per_block(values))
+        return values if self.in_order else torch.cat([values[:0], *self.per_block(values)])
 
 
 class BlockMeanOptimizer(Optimizer):
@@ -122,6 +135,8 @@ class BlockMeanOptimizer(Optimizer):
     """Whether the lists of a step serve the next one too if nothing has changed."""
     has_kernels: ClassVar[bool] = False
     """Whether native kernels exist for this method, so that it takes fused=True."""
+    takes_shards: ClassVar[bool] = True
+    """Whether parameters may be sharded over processes."""
     leaves_plain: ClassVar[bool] = False
     """Whether tensors without proper blocks (norm gains, biases) take the diagonal step alone."""
     not_negative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
@@ -134,6 +149,7 @@ class BlockMeanOptimizer(Optimizer):
         self._layouts: list[Layout] = []  # one per group
         self._last: dict[int, tuple[Tensor, Tensor]] = {}  # the last step of a group along its blocks
         self._works: dict[int, Work] = {}  # of the last step, by group, if they can serve again
+        self._exchange = Exchange()  # with the processes that have other shards of the parameters
         self._partition: By | None = defaults.get("partition")
         if callable(self._partition):  # groups and defaults must stay picklable
             defaults["partition"] = "custom"
@@ -180,14 +196,21 @@ class BlockMeanOptimizer(Optimizer):
     @_disable_dynamo
     def _step(self) -> None:
         """Both passes over all groups. Not traced by torch.compile: the check for bad gradients branches on values."""
-        works = [work for i in range(len(self.param_groups)) if (work := self.collect(i)) is not None]
-        busy = [work for work in works if work.params]
-        for work in busy:
-            work.sums = assemble(work, self.block_sums(work))
-        if not all(work.is_finite for work in busy) and not _all_finite(busy):
-            bad = [work for work in busy if not finite_blocks(work.sums).all()]
-            for work in bad:
-                if work.group["nonfinite"] == "raise":
+        works: list[Work] = []
+        failure: Exception | None = None
+        try:
+            works = [work for i in range(len(self.param_groups)) if (work := self.collect(i)) is not None]
+            busy = [work for work in works if work.params or work.is_sharded]
+            for work in busy:
+                work.sums = self.block_sums(work)
+        except Exception as error:
+            if not self._is_sharded:
+                raise
+            works, busy, failure = [], [], error  # the other processes are waiting
+        elsewhere = self._complete(busy, failure)
+        if elsewhere or (not all(work.is_finite for work in busy) and not _all_finite(busy)):
+            for work in busy:
+                if work.group["nonfinite"] == "raise" and not finite_blocks(work.sums).all():
                     raise ValueError(_describe_nonfinite(work))
             self.skipped_steps += 1
             return
@@ -200,9 +223,87 @@ class BlockMeanOptimizer(Optimizer):
             torch._foreach_add_([state["step"] for state in work.states.values()], 1)
         for work in busy:
             self.apply_(work, self.solve(work))
-        if self.keeps_lists:
-            for work in busy:
+        for work in busy:
+            if self.keeps_lists and not work.is_sharded:
                 self._keep(work)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(layout.is_sharded for layout in self._layouts)
+
+    def num_rows(self, group: dict[str, Any]) -> int:
+        """Rows of the sums of a group, whatever has a gradient: processes exchange sums of equal sizes."""
+        raise NotImplementedError
+
+    def exchange_dtype(self) -> torch.dtype:
+        """Of the sums that processes exchange."""
+        return torch.float64
+
+    def requests(self, number: int, work: Work | None) -> list[Request]:
+        """What else has to be added up over processes between the passes, of the same size in every step."""
+        return []
+
+    def _complete(self, busy: list[Work], failure: Exception | None = None) -> bool:
+        """Put the sums of all pieces in place, and add up those of sharded tensors over processes.
+
+        Raises on all processes if one has failed. Returns whether another one has a gradient that is not finite.
+        """
+        if not self._is_sharded:
+            for work in busy:
+                work.sums = assemble(work, work.sums)
+            return False
+        shares: list[tuple[Work | None, int, Request]] = []
+        question = Question()
+        if failure is None:
+            try:
+                shares, question = self._ask(busy)
+            except Exception as error:
+                failure = error
+        raises, skips = self._exchange.add_up(question, failure, self._process_groups)
+        for owner, i, share in shares:
+            self._take_share(owner, i, share)
+        if raises and not question.votes[0]:
+            raise ValueError("A gradient on another process is not finite. Nothing was changed.")
+        return skips
+
+    def _process_groups(self) -> list[Any]:
+        params = [param for group in self.param_groups for param in group["params"]]
+        return list(dict.fromkeys(over for param in params for over in sharding.sides_of(param).both))
+
+    def _ask(self, busy: list[Work]) -> tuple[list[tuple[Work | None, int, Request]], Question]:
+        """What this process knows of every sharded tensor, and all of what it wants to have added up."""
+        works = {work.number: work for work in busy}
+        shares: list[tuple[Work | None, int, Request]] = []
+        further: list[Request] = []
+        about = []
+        for number, layout in enumerate(self._layouts):
+            work, tensors = works.get(number), distinct(self.param_groups[number])
+            rows = self.num_rows(self.param_groups[number] if work is None else work.group)
+            own = {} if work is None else split_shards(work, rows)
+            every = self.param_groups[number].get("refresh_every")
+            about.append((layout.fingerprint, rows, every) if layout.is_sharded else ())
+            for i in layout.sharded:
+                nothing = torch.zeros(rows * layout.counts[i] + 1, dtype=torch.float64, device="cpu")
+                shares.append((work, i, Request(own.get(i, nothing), sharding.sides_of(tensors[i]).both)))
+            if layout.is_sharded:
+                further += self.requests(number, work)
+        bad = [work.group["nonfinite"] for work in busy if not finite_blocks(work.sums).all()]
+        bad += [work.group["nonfinite"] for work, _, share in shares if work and not share.value.isfinite().all()]
+        asked = [share for *_, share in shares] + further
+        return shares, Question(asked, about, self.exchange_dtype(), ["raise" in bad, "skip" in bad])
+
+    def _take_share(self, work: Work | None, i: int, share: Request) -> None:
+        """Add what all processes know of a sharded tensor to the sums of its group."""
+        present, everyone = int(share.value[-1]), math.prod(group.size() for group in share.groups)
+        if present not in (0, everyone):
+            raise RuntimeError(
+                f"{type(self).__name__}: a sharded parameter has a gradient on {present} of the {everyone} processes "
+                "that share it. Let all have one (of zeros, if need be), or none. Nothing was changed."
+            )
+        if work is not None:
+            layout = work.layout
+            blocks = slice(layout.starts[i], layout.starts[i] + layout.counts[i])
+            work.sums[:, blocks] += share.value[:-1].view(len(work.sums), -1).to(work.sums)
 
     def collect(self, number: int, at_rest: bool = False) -> Work | None:
         """The lists of one group; None if no parameter has a gradient. `at_rest`: all that have state, no gradients."""
@@ -222,6 +323,8 @@ class BlockMeanOptimizer(Optimizer):
         if not states:
             return None
         work = Work(number, group, layout, tensors, states, moments={key: [] for key in self.entry_state})
+        if not at_rest:  # once: it may take a collective
+            work.gradients = {i: local_gradient(tensors[i]) for i in layout.sharded if i in states}
         others: dict[int, State] = {}  # without a gradient, in blocks where another parameter has one
         if layout.is_shared and len(states) < len(tensors):
             touched = {layout.starts[i] for i in states if layout.counts[i]}
@@ -234,32 +337,32 @@ class BlockMeanOptimizer(Optimizer):
         device = tensors[next(iter(states))].device
         pieces = self.pieces(work, device)
         counts = {i: int(state["step"]) for i, state in {**states, **others}.items()}
-        missing = False
+        taking_part = {**states, **others}
         for piece in pieces:
-            state = states.get(piece.tensor) or others.get(piece.tensor)
+            state = taking_part.get(piece.tensor)
             if state is None:
-                missing = True
                 continue
-            param = tensors[piece.tensor]
-            grad = None if at_rest or piece.tensor in others else param.grad
+            param = local(tensors[piece.tensor])
+            grad = None if at_rest or piece.tensor in others else work.gradient(piece.tensor)
             rows = slice(None) if piece.rows is None else slice(*piece.rows)
             whole = piece.rows is None
             work.params.append(param if whole else param[rows])
             work.grads.append(grad if whole or grad is None else grad[rows])
             for key, values in work.moments.items():
-                value = state.get(key)
+                value = local(state[key]) if key in state else None
                 values.append(value if whole or value is None else value[rows])
             work.indices.append(piece.tensor)
             work.steps.append(counts[piece.tensor] + (grad is not None))
             work.cuts.append(piece.cut)
             work.blocks.append(piece.blocks)
             work.pieces.append(piece)
-        if missing and work.params:
+        missing = any(i not in taking_part for i in range(len(tensors)) if layout.counts[i])
+        if missing and (work.params or work.is_sharded):
             work.present = torch.zeros(layout.num_blocks, dtype=torch.bool, device="cpu")
-            for blocks in work.blocks:
-                work.present[blocks] = True
-            work.present = work.present.to(device, non_blocking=True)
-        work.in_order = not missing and pieces.is_in_order
+            for i in taking_part:
+                work.present[layout.starts[i] : layout.starts[i] + layout.counts[i]] = True
+            work.present = work.present.to(home_of(device), non_blocking=True)
+        work.in_order = not missing and not work.is_sharded and pieces.is_in_order
         return work
 
     def pieces(self, work: Work, device: torch.device) -> Pieces:
@@ -295,7 +398,6 @@ class BlockMeanOptimizer(Optimizer):
 
     def _refuse_gradients(self, work: Work, others: Mapping[int, State]) -> None:
         for i in work.states:
-            self._refuse_shard(work.tensors[i], i)  # a wrapper may have replaced a parameter with one
             grad = work.tensors[i].grad
             if grad is not None and grad.layout != torch.strided:
                 name = shown_names(work.group)[i]
@@ -355,14 +457,15 @@ class BlockMeanOptimizer(Optimizer):
     def block_statistics(self) -> list[BlockStatistics]:
         """What the optimizer knows about the dependency between blocks: one entry per parameter group and matrix.
 
-        Costs one pass over the state and the eigenvalues of every A, and only when called.
+        Costs one pass over the state and the eigenvalues of every A, and only when called. If parameters are
+        sharded, all processes call it.
         """
         found = []
         for number in range(len(self.param_groups)):
             if not any("U" in self.state.get(param, {}) for param in self.param_groups[number]["params"]):
                 continue
             work = self.collect(number, at_rest=True)
-            if work is None or not work.params:
+            if work is None or not (work.params or work.is_sharded):
                 continue
             layout = work.layout
             common, change = self._last.get(number, (None, None))
@@ -451,16 +554,19 @@ class BlockMeanOptimizer(Optimizer):
             if getattr(param, "_fsdp_flattened", False):
                 raise ValueError(
                     f"{owner} cannot see the blocks of parameters that FullyShardedDataParallel has flattened: "
-                    f"parameter {i} is one. Use DistributedDataParallel, which keeps their shapes."
+                    f"parameter {i} is one. Use fully_shard, which shards them one by one, or DistributedDataParallel."
                 )
-            self._refuse_shard(param, i)
-
-    def _refuse_shard(self, param: Tensor, i: int) -> None:
-        if hasattr(param, "device_mesh"):
-            raise ValueError(
-                f"{type(self).__name__} does not take sharded parameters (DTensor) yet: block sums would cover only "
-                f"one shard. Parameter {i} is one. Use DistributedDataParallel."
-            )
+            if not sharding.is_distributed(param):
+                continue
+            if not self.takes_shards:
+                raise ValueError(
+                    f"{owner} needs all entries of all gradients in one place, so it does not take sharded parameters "
+                    f"(DTensor). Parameter {i} is one. Use AdaGradBMA, or DistributedDataParallel."
+                )
+            if any(placement.is_partial() for placement in param.placements):
+                raise ValueError(
+                    f"{owner} does not take a parameter that is a sum over processes. Parameter {i} is one."
+                )
 
     def _blocks_of(self, group: dict[str, Any]) -> tuple[By, str]:
         """The partition and the coupling of a group."""
@@ -493,6 +599,7 @@ class BlockMeanOptimizer(Optimizer):
                 named=all(names),
                 leave_plain=self.leaves_plain,
                 outputs=outputs,
+                boxes=[sharding.box_of(param) for param in tensors],
                 decompositions=self.decompositions(group),
                 max_bytes=group.get("max_bytes", MATRIX_LIMIT),
             )
@@ -503,6 +610,7 @@ class BlockMeanOptimizer(Optimizer):
             group["partition"] = layout.partition  # a name: groups hold plain values only
         group["blocks"] = layout.fingerprint
         layout.ids = [id(param) for param in tensors]
+        layout.placements = [sharding.placement_of(param) for param in tensors]
 
     def decompositions(self, group: dict[str, Any]) -> float:
         """Eigendecompositions per step and matrix, on average."""
@@ -512,7 +620,9 @@ class BlockMeanOptimizer(Optimizer):
         """The layout of a group, rebuilt if parameters or options have changed."""
         group, layout = self.param_groups[number], self._layouts[number]
         wanted = self._blocks_of(group)
+        placed = layout.placements == [sharding.placement_of(param) for param in tensors]
         same = layout.shapes == [param.shape for param in tensors] and (layout.partition, layout.coupling) == wanted
+        same &= placed
         if same and layout.ids == [id(param) for param in tensors]:
             return layout
         if len(tensors) != len(layout.shapes):
@@ -525,7 +635,7 @@ class BlockMeanOptimizer(Optimizer):
         shapes = [param.shape for param in tensors]
         if same:  # other tensors, or another order of the same
             pass
-        elif shapes == layout.shapes and layout.partition == wanted[0]:
+        elif placed and shapes == layout.shapes and layout.partition == wanted[0]:
             layout = layout.coupled(wanted[1], type(self).__name__, self.decompositions(group))
         else:
             outputs = [o if s == t else 0 for o, s, t in zip(layout.outputs, layout.shapes, shapes, strict=True)]
@@ -548,7 +658,7 @@ class BlockMeanOptimizer(Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; we have no such option
         self.__dict__.setdefault("_partition", None)
-        self._last, self._works = {}, {}
+        self._last, self._works, self._exchange = {}, {}, Exchange()
         for param in (param for group in self.param_groups for param in group["params"]):
             if param in self.state:
                 self.state[param] = without_gaps(self.state[param])
@@ -606,10 +716,15 @@ class BlockMeanOptimizer(Optimizer):
         if name in self.counters:
             return value.to("cpu", torch.float32, copy=True)
         if name in (*self.entry_state, *self.further_state):
-            return value.to(param.device, arithmetic(param.dtype), copy=True)
+            placed = sharding.placed_like(param, value, self.sharded_dims(name, value))
+            return placed.to(param.device, arithmetic(param.dtype), copy=True)
         if self.statistics_kept.get(name) in ("matrix", "vector"):
-            return value.to(param.device, torch.float64, copy=True)
+            return value.to(home_of(param.device), torch.float64, copy=True)
         return value.to("cpu" if name in ("blocks", *self.statistics_kept) else param.device, copy=True)
+
+    def sharded_dims(self, name: str, value: Tensor) -> list[int]:
+        """The dims along which a state tensor is sharded if its parameter is."""
+        return list(range(value.ndim))
 
     def _completed(self, number: int, saved: dict[str, Any]) -> dict[str, Any]:
         """A saved group with missing options filled in; raise if it does not fit."""
@@ -705,15 +820,42 @@ def assemble(work: Work, columns: Tensor) -> Tensor:
     return sums.index_add_(1, index, columns)
 
 
+def split_shards(work: Work, rows: int) -> dict[int, Tensor]:
+    """Keep the sums of tensors that are whole here; return what each sharded tensor adds to its blocks.
+
+    That is (rows, blocks of the tensor), flattened, followed by a 1 if it has a gradient.
+    """
+    layout, columns = work.layout, work.sums
+    work.sums = columns.new_zeros(rows, layout.num_blocks)
+    shares = {i: columns.new_zeros(rows * layout.counts[i] + 1) for i in layout.sharded}
+    for i in work.states:
+        if i in shares:
+            shares[i][-1] = 1
+    start = 0
+    for i, blocks in zip(work.indices, work.blocks, strict=True):
+        own = columns[:, start : (start := start + blocks.stop - blocks.start)]
+        if i in shares:
+            share = shares[i][:-1].view(rows, -1)
+            blocks = slice(blocks.start - layout.starts[i], blocks.stop - layout.starts[i])
+            share[: len(own), blocks] += own
+        else:
+            work.sums[: len(own), blocks] += own
+    return shares
+
+
 def _describe_nonfinite(work: Work) -> str:
     names = shown_names(work.group)
-    gradients = [(f"gradient of {names[i]}", work.tensors[i].grad) for i in work.states]
-    for what, tensor in [*gradients, *((f"parameter {names[i]}", work.tensors[i]) for i in work.states)]:
+    gradients = [(f"gradient of {names[i]}", work.gradient(i)) for i in work.states]
+    for what, tensor in [*gradients, *((f"parameter {names[i]}", local(work.tensors[i])) for i in work.states)]:
         if tensor is not None and not tensor.isfinite().all():
             nan, inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
             found = f"The {what} has {nan} NaN and {inf} infinite of {tensor.numel()} entries"
             break
     else:
         i = int((~finite_blocks(work.sums)).nonzero()[0])
+        if work.is_sharded:
+            return (
+                f"The gradient of block {work.layout.names[i]} on another process is not finite. Nothing was changed."
+            )
         found = f"The sums over block {work.layout.names[i]} overflow, though every gradient is finite"
     return f"{found}. Nothing was changed. nonfinite='skip' skips such steps and counts them."

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
+from blockmean._linalg import in_float64
 from blockmean.blocks import TensorBlocks, spread_blocks, sum_blocks
 from blockmean.optim import native
 from blockmean.optim.forms import Rule
@@ -131,7 +132,7 @@ def reference_sums(rule: Rule, tensors: Tensors) -> Tensor:
     ):
         g = None if grad is None else effective_grad(param, grad, rule)
         columns.append(_sums(rule, g, tensors.first[i] if rule.betas else g, r, step, cut))
-    return torch.stack([torch.cat(row) for row in zip(*columns, strict=True)]).double()
+    return in_float64(torch.stack([torch.cat(row) for row in zip(*columns, strict=True)]))
 
 
 def _sums(rule: Rule, g: Tensor | None, m: Tensor | None, r: Tensor, step: int, cut: TensorBlocks) -> list[Tensor]:
@@ -199,10 +200,10 @@ def reference_apply_(rule: Rule, tensors: Tensors, c: Any, kappa: Any) -> None:
         if gain != 1:
             delta.mul_(gain)
         if kappa:
-            delta.mul_(cut.spread(kappa[i].to(g.dtype)))
+            delta.mul_(cut.spread(kappa[i].to(g)))
         if c:
             w = z.rsqrt_() if zeta is None else zeta.mul_(z.rsqrt_())
-            delta.addcmul_(w, cut.spread(c[i].to(g.dtype)))
+            delta.addcmul_(w, cut.spread(c[i].to(g)))
         if rule.weight_decay and rule.betas is not None:
             delta.add_(param, alpha=rule.weight_decay)
         move_(param, delta, rate_of(rule, step))
@@ -231,7 +232,7 @@ def foreach_sums(rule: Rule, tensors: Tensors) -> Tensor:
 
 def _foreach_part_sums(rule: Rule, part: Tensors) -> Tensor:
     def summed(values: Any) -> Tensor:
-        return sum_blocks(part.cuts, values).double()
+        return in_float64(sum_blocks(part.cuts, values))
 
     g = _foreach_grads(rule, part)
     rows = [summed(g)]
@@ -295,9 +296,9 @@ def foreach_apply_(rule: Rule, tensors: Tensors, c: Any, kappa: Any) -> None:
             torch._foreach_mul_(delta, [gain[0] for gain in gains])
         own = slice(start, start + len(delta))
         if kappa:
-            torch._foreach_mul_(delta, spread_blocks(part.cuts, kappa[own], g[0].dtype))
+            torch._foreach_mul_(delta, spread_blocks(part.cuts, kappa[own], g[0]))
         if c:
-            spread = spread_blocks(part.cuts, c[own], g[0].dtype)
+            spread = spread_blocks(part.cuts, c[own], g[0])
             torch._foreach_addcmul_(delta, _foreach_weights(zeta, z), spread)
         if rule.weight_decay and rule.betas is not None:
             torch._foreach_add_(delta, part.params, alpha=rule.weight_decay)

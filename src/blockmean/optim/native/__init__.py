@@ -16,6 +16,7 @@ from blockmean.blocks import TensorBlocks
 from blockmean.optim.forms import Rule
 
 if TYPE_CHECKING:
+    from blockmean.optim.native.solver import Solver
     from blockmean.optim.passes import Tensors
 
 try:
@@ -150,22 +151,28 @@ class Table:
         self._dtypes = {param.dtype for param in tensors.params}
         self._grads: list[int] = []  # addresses, between the passes
         self.is_finite = False  # whether the last sums were
+        self.is_local = False  # whether they stopped short of what `solve_and_apply_` can do in its turn
 
-    def block_sums(self, rule: Rule, tensors: Tensors) -> Tensor:
-        """Pass 1: the rows of passes.py for the blocks of all tensors in order, in float64."""
+    def block_sums(self, rule: Rule, tensors: Tensors, local: bool = False) -> Tensor:
+        """Pass 1: the rows of passes.py for the blocks of all tensors in order, in float64.
+
+        With `local`, only u and Σ g² of most blocks: enough to know that all gradients are finite. The last step must
+        have been taken with this table. If a sum might overflow, all rows are computed, and `is_local` is False.
+        """
         rows = rows_of(rule)
         if self._out is None:
             self._out = torch.zeros(6, sum(self.counts), dtype=torch.float64, device="cpu")
         out = self._out[:rows] if len(self._out) > rows else self._out
         grads = self._grads = [grad.data_ptr() for grad in tensors.grads if grad is not None]
         require_memory(grads)
-        self.is_finite = _kernels.block_sums(
+        self.is_finite, self.is_local = _kernels.block_sums(
             self._table,
             self._rule(rule),
             grads,
             tensors.steps,
             out.data_ptr(),
             out.stride(0),
+            local,
             torch.get_num_threads(),
         )
         return out
@@ -181,17 +188,31 @@ class Table:
             kappa.data_ptr() if len(kappa) else 0,
             torch.get_num_threads(),
         )
+        self._mark_written()
+
+    def solve_and_apply_(self, rule: Rule, solver: Solver, sums: Tensor) -> bool:
+        """The rest of the sums, the solve and pass 2, block by block, while a block is in the cache.
+
+        False if a sum is not finite, which moments that somebody has changed can do. The parameters of that block stay.
+        """
+        arguments = solver.arguments(rule, sums)
+        good = _kernels.solve_and_apply_(self._table, self._rule(rule), *arguments, torch.get_num_threads())
+        self._mark_written()
+        return good
+
+    def _mark_written(self) -> None:
+        """Tell autograd, so that a stale graph is noticed, as after torch's steps."""
         self._grads = []
-        torch.autograd.graph.increment_version(self.written)  # so that a stale graph is noticed, as after torch's steps
+        torch.autograd.graph.increment_version(self.written)
 
     def _rule(self, rule: Rule) -> tuple[int | float, ...]:
         form, betas = rule.form, rule.betas or (0.0, 0.0)
         if not form.corrects:
             sums = 0
         elif form.is_weighted:
-            sums = 3 if rule.cap is None else 4
+            sums = 4 if rule.cap is None else 5
         else:
-            sums = 1 if form.takes_raw_sums else 2
+            sums = 2 if form.takes_raw_sums else 3
         careful = any(rule.eps < _TINY[dtype] for dtype in self._dtypes)
         sign = -1.0 if rule.maximize else 1.0
         decays = (rule.weight_decay, sign, rule.lr, rule.lr_decay)

@@ -13,7 +13,7 @@ using namespace blockmean;
 
 namespace {
 
-constexpr double INERTIA = 1e-3, CLOSEST = 1e-5;  // as in _linalg.py
+constexpr double INERTIA = 1e-3, CLOSEST = 1e-5, NOISE = 0x1p-19;  // as in _linalg.py
 
 // Nothing of the standard library: the linker would keep one copy of it, perhaps that of another instruction set.
 ALWAYS int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -119,7 +119,9 @@ void orthonormalize(int64_t n, int64_t k, Place<const A> W, Place<const A> sketc
     put(length, length + p, 0.0);
     for (int64_t i = 0; i < n; ++i)
         for (int64_t j = 0; j < k; ++j) length[j] += double(sketch.data[i * sketch.row + j]) * sketch.data[i * sketch.row + j];
-    for (int64_t j = 0; j < k; ++j) length[j] = 1 / larger(__builtin_sqrt(length[j]), DBL_MIN);
+    double longest = 0;
+    for (int64_t j = 0; j < k; ++j) longest = larger(longest, length[j] = __builtin_sqrt(length[j]));
+    for (int64_t j = 0; j < k; ++j) length[j] = length[j] > NOISE * longest ? 1 / length[j] : 0;
     for (int64_t i = 0; i < n; ++i) {
         double* z = Z.data + i * p;
         for (int64_t j = 0; j < k; ++j)

@@ -3,6 +3,9 @@
 //     AdaGrad   m = g                     r ← r + g²                  ζ = √r    z = √(r + ε)
 //     Adam      m ← m + (1 − β₁)(g − m)   r ← β₂ r + (1 − β₂) g²      ζ = √r̂    z = ζ + ε
 //
+// m̂ and r̂ are m and r times a number per tensor. With r̂ = s² r, √r̂ + ε = s (√r + ε/s): ζ and z below are those of r
+// itself with ε/s, and what is left of s is multiplied into the sums and the numbers of whole blocks.
+//
 // Sums run in lanes. Those of float end in double after a few additions each, so that their rounding errors do not grow
 // with the block; lanes are added in order, so the same numbers always give the same sums.
 #include "passes.hpp"
@@ -13,9 +16,11 @@ using namespace blockmean;
 namespace {
 
 constexpr int SHORT = 32;  // additions in float before a lane moves on to double
-constexpr int AHEAD = 1024;  // bytes: asking for memory that early makes large lists a tenth faster
+constexpr int AHEAD = 256;  // bytes: farther ahead, it would disturb the processor's own prefetching, which does more
 
 constexpr bool LINE = VECTOR_BYTES >= 64;  // whether a vector fills a line of the cache
+
+template <class A> constexpr double SMALLEST = sizeof(A) == 8 ? 0x1p-1022 : 0x1p-126;  // normal number
 
 template <class T> INLINE void prefetch(const T* p) { __builtin_prefetch(reinterpret_cast<const char*>(p) + AHEAD); }
 
@@ -25,20 +30,26 @@ template <class T, bool ADAM> struct Entry {
     typedef Vec<A> V;
     static constexpr int W = Lanes<A>::W;
 
-    V decay1, beta2, decay2, eps, weight_decay, sign, gain, gain_root, rate;  // decay: 1 − β
+    typedef typename Lanes<A>::M M;
+
+    double spread;  // s
+    V decay1, beta2, decay2, eps, weight_decay, shrink;  // decay: 1 − β; shrink: −η · weight decay
+    M flip;  // the sign bit if the gradient is to be negated
     bool careful, decays;
     T* param;
     const T* grad;
     A *first, *second;
     V p, g, m, r, zeta, z;
+    A* kept;         // what `Local` keeps of a block, W entries of m / z and of w in turn
+    int64_t origin;  // and its first entry
 
     INLINE V all(double x) { return fill<V>(A(x)); }
 
     ALWAYS Entry(const Rule& rule, const Piece& piece)
-        : decay1(all(1 - rule.beta1)), beta2(all(rule.beta2)), decay2(all(1 - rule.beta2)), eps(all(rule.eps)),
-          weight_decay(all(rule.weight_decay)), sign(all(rule.sign)), gain(all(piece.gain)),
-          gain_root(all(__builtin_sqrt(piece.gain_r))), rate(all(-piece.rate)), careful(rule.careful),
-          decays(rule.weight_decay != 0), param(reinterpret_cast<T*>(piece.param)),
+        : spread(__builtin_sqrt(piece.gain_r)), decay1(all(1 - rule.beta1)), beta2(all(rule.beta2)),
+          decay2(all(1 - rule.beta2)), eps(all(rule.eps / spread)), weight_decay(all(rule.weight_decay)),
+          shrink(all(-piece.rate * rule.weight_decay)), flip(bits<M>(all(rule.sign < 0 ? -0.0 : 0.0))),
+          careful(rule.careful || rule.eps / spread < SMALLEST<A>), decays(rule.weight_decay != 0), param(reinterpret_cast<T*>(piece.param)),
           grad(reinterpret_cast<const T*>(piece.grad)), first(reinterpret_cast<A*>(piece.first)),
           second(reinterpret_cast<A*>(piece.second)) {}
 
@@ -48,7 +59,7 @@ template <class T, bool ADAM> struct Entry {
             prefetch(grad + i);
             if (update) prefetch(param + i);
         }
-        g = (PART ? load(grad + i, n) : load(grad + i)) * sign;
+        g = bits<V>(bits<M>(PART ? load(grad + i, n) : load(grad + i)) ^ flip);
         if (update || (decays && !ADAM)) p = PART ? load(param + i, n) : load(param + i);
         if (decays && !ADAM) g = fma(weight_decay, p, g);
     }
@@ -69,7 +80,7 @@ template <class T, bool ADAM> struct Entry {
     }
     template <bool WITH_ZETA> ALWAYS void scale() {
         if (ADAM) {
-            zeta = root(r) * gain_root;
+            zeta = root(r);
             z = zeta + eps;
         } else {
             if (WITH_ZETA) zeta = root(r);
@@ -82,7 +93,8 @@ template <class T, bool ADAM> struct Entry {
     ALWAYS V unweighted() { return inverse_root(z, careful); }
 };
 
-template <class T, bool ADAM, Sums SUMS> struct Pass1 {
+// With KEEP, moments are written at once, and m / z and w of every entry of a block are kept for `Local`.
+template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
     typedef Entry<T, ADAM> E;
     typedef typename E::A A;
     typedef Vec<A> V;
@@ -91,8 +103,10 @@ template <class T, bool ADAM, Sums SUMS> struct Pass1 {
     // What W entries from i add to every row; lanes from n are zero.
     template <bool PART, bool FETCH = !PART> INLINE void contribute(E& e, int64_t i, int n, V (&out)[R]) {
         e.template read_gradient<PART, FETCH>(i, n, false);
+        if constexpr (KEEP && FETCH) prefetch(e.param + i);
         out[0] = e.g;
-        if constexpr (SUMS != GRADIENT) {
+        if constexpr (SUMS == SQUARES) out[1] = e.g * e.g;
+        if constexpr (SUMS >= PAPER) {
             e.template read_moments<PART, FETCH>(i, n);
             e.template scale<(SUMS >= WEIGHTED)>();
         }
@@ -109,10 +123,17 @@ template <class T, bool ADAM, Sums SUMS> struct Pass1 {
             out[1] = e.g * e.g;
             out[2] = e.r;
             out[3] = w * e.m;
+            V step;
+            if constexpr (SUMS == CAPPED || KEEP) step = e.m / e.z;
             if constexpr (SUMS == CAPPED) {
-                V step = e.m / e.z;
                 out[4] = step * step;
                 out[5] = w * w;
+            }
+            if constexpr (KEEP) {
+                PART ? store(e.second + i, e.r, n) : store(e.second + i, e.r);
+                if (ADAM) PART ? store(e.first + i, e.m, n) : store(e.first + i, e.m);
+                store(e.kept + 2 * (i - e.origin), step);
+                store(e.kept + 2 * (i - e.origin) + W, w);
             }
         }
         if constexpr (PART) {
@@ -121,9 +142,11 @@ template <class T, bool ADAM, Sums SUMS> struct Pass1 {
     }
 
     // Debiasing, which is the same for all entries of a tensor: r̂ and m̂ instead of r and m.
-    INLINE double factor(const Piece& piece, int k) {
+    INLINE double factor(const E& e, const Piece& piece, int k) {
         if (SUMS < WEIGHTED) return 1;
-        return k == 2 ? piece.gain_r : k == 3 ? piece.gain : k == 4 ? piece.gain * piece.gain : 1;
+        const double step = piece.gain / e.spread;
+        return k == 2 ? piece.gain_r : k == 3 ? piece.gain * __builtin_sqrt(e.spread)
+             : k == 4 ? step * step : k == 5 ? e.spread : 1;
     }
 
     // Sums over one run of entries of a single block.
@@ -165,7 +188,7 @@ template <class T, bool ADAM, Sums SUMS> struct Pass1 {
                     V x[R];
                     n == W ? contribute<false>(e, o * row + j, n, x) : contribute<true>(e, o * row + j, n, x);
                     for (int k = 0; k < R; ++k) {
-                        const double f = factor(piece, k);
+                        const double f = factor(e, piece, k);
                         for (int l = 0; l < n; ++l) {
                             double own = double(x[k][l]) * f;
                             at[k * stride + l] = o ? at[k * stride + l] + own : own;
@@ -176,7 +199,7 @@ template <class T, bool ADAM, Sums SUMS> struct Pass1 {
                     double own[R];
                     run(e, o * row + j, o * row + (j + step < task.end ? j + step : task.end), own);
                     for (int k = 0; k < R; ++k) {
-                        own[k] *= factor(piece, k);
+                        own[k] *= factor(e, piece, k);
                         at[k * stride] = o ? at[k * stride] + own[k] : own[k];
                     }
                     at += 1;
@@ -192,7 +215,7 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
     typedef Vec<A> V;
     static constexpr int W = E::W;
 
-    // θ ← θ − η (κ m̂/z + w c), with κ multiplied by the factor m̂ / m.
+    // θ ← θ + κ m/z + w c, with all numbers of the step multiplied into κ and c.
     template <bool PART, bool FETCH = !PART> INLINE void update(E& e, int64_t i, int n, V c, V kappa) {
         e.template read_gradient<PART, FETCH>(i, n, true);
         e.template read_moments<PART, FETCH>(i, n);
@@ -200,13 +223,14 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
         if (ADAM) PART ? store(e.first + i, e.m, n) : store(e.first + i, e.m);
         e.template scale<(SUMS == WEIGHTED)>();
         e.mask();
-        V delta = e.m / e.z * kappa;
-        if constexpr (SUMS == PAPER) delta = fma(e.unweighted(), c, delta);
-        if constexpr (SUMS == WEIGHTED) delta = fma(e.zeta * e.unweighted(), c, delta);
-        if (ADAM && e.decays) delta = fma(e.weight_decay, e.p, delta);
-        V p = fma(e.rate, delta, e.p);
+        V step = e.m / e.z * kappa, p;  // a product with z^-½ twice is quicker, but with c = 0 not the diagonal step
+        if constexpr (SUMS == GRADIENT) p = move(e, step);
+        if constexpr (SUMS == PAPER) p = move(e, fma(e.unweighted(), c, step));
+        if constexpr (SUMS == WEIGHTED) p = move(e, fma(e.zeta * e.unweighted(), c, step));
         PART ? store(e.param + i, p, n) : store(e.param + i, p);
     }
+    // θ + step, and decoupled weight decay: rounded once.
+    INLINE V move(E& e, V step) { return e.p + (ADAM && e.decays ? fma(e.shrink, e.p, step) : step); }
 
     INLINE void walk(E& e, int64_t i, int64_t end, V c, V kappa) {
         for (; end - i >= 2 * W; i += 2 * W) {
@@ -220,19 +244,24 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
         if (i < end) update<true>(e, i, int(end - i), c, kappa);
     }
 
-    INLINE V gather(const double* values, int n, double other) {
+    // What the numbers of blocks are multiplied by: −η and what debiasing leaves.
+    INLINE double of_c(const E& e, const Piece& piece) { return -piece.rate * __builtin_sqrt(e.spread); }
+    INLINE double of_kappa(const E& e, const Piece& piece) { return -piece.rate * piece.gain / e.spread; }
+
+    INLINE V gather(const double* values, int n, double other, double factor) {
         V x;
-        for (int l = 0; l < W; ++l) x[l] = A(values && l < n ? values[l] : other);
+        for (int l = 0; l < W; ++l) x[l] = A((values && l < n ? values[l] : other) * factor);
         return x;
     }
 
     static void apply(const Rule& rule, const Piece& piece, const Task& task, const double* c, const double* kappa) {
         E e(rule, piece);
         const int64_t row = piece.blocks * piece.inner;
+        const double for_c = of_c(e, piece), for_kappa = of_kappa(e, piece);
         if (SUMS == GRADIENT) {  // blocks play no part
             for (int64_t o = 0; o < piece.outer; ++o) {
                 int64_t i = o * row + task.begin, end = o * row + task.end;
-                walk(e, i, end, V{}, e.gain);
+                walk(e, i, end, V{}, E::all(for_kappa));
             }
             return;
         }
@@ -240,18 +269,77 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
             if (piece.inner == 1) {
                 for (int64_t j = task.begin; j < task.end; j += W) {
                     const int n = task.end - j >= W ? W : int(task.end - j);
-                    V own = gather(c + j, n, 0), factor = gather(kappa ? kappa + j : nullptr, n, 1) * e.gain;
+                    V own = gather(c + j, n, 0, for_c), factor = gather(kappa ? kappa + j : nullptr, n, 1, for_kappa);
                     n == W ? update<false>(e, o * row + j, n, own, factor) : update<true>(e, o * row + j, n, own, factor);
                 }
                 continue;
             }
             int64_t block = task.begin / piece.inner;
             for (int64_t j = task.begin; j < task.end; j += piece.inner, ++block) {
-                V own = E::all(c[block]), factor = E::all(kappa ? kappa[block] : 1.0) * e.gain;
+                V own = E::all(c[block] * for_c), factor = E::all((kappa ? kappa[block] : 1.0) * for_kappa);
                 int64_t i = o * row + j, end = o * row + (j + piece.inner < task.end ? j + piece.inner : task.end);
                 walk(e, i, end, own, factor);
             }
         }
+    }
+};
+
+// Both passes and the solve between them, block by block: everything about a block happens while it is in the cache.
+template <class T, bool ADAM> struct Local {
+    typedef Pass1<T, ADAM, WEIGHTED, true> First;
+    typedef Pass2<T, ADAM, WEIGHTED> Second;
+    typedef typename First::E E;
+    typedef typename E::A A;
+    typedef Vec<A> V;
+    static constexpr int W = E::W;
+
+    template <bool PART> INLINE void update(E& e, int64_t i, int n, V c, V kappa) {
+        e.p = PART ? load(e.param + i, n) : load(e.param + i);
+        const A* kept = e.kept + 2 * (i - e.origin);
+        V p = Second::move(e, fma(load(kept + W), c, load(kept) * kappa));  // bit by bit what `Second` does
+        PART ? store(e.param + i, p, n) : store(e.param + i, p);
+    }
+
+    // The next block is on its way while this one is updated: the processor's own prefetching ends with every run.
+    INLINE void fetch(const E& e, int64_t i) {
+        __builtin_prefetch(e.grad + i);
+        __builtin_prefetch(e.second + i);
+        if (ADAM) __builtin_prefetch(e.first + i);
+    }
+
+    static bool run(const Rule& rule, const Piece& piece, const Task& task, double* sums, int64_t stride, Solve solve,
+                    void* context) {
+        alignas(64) A kept[2 * (LOCAL_BYTES / sizeof(A) + W)];
+        E e(rule, piece);
+        e.kept = kept;
+        const double for_c = Second::of_c(e, piece), for_kappa = Second::of_kappa(e, piece);
+        bool good = true;
+        int64_t block = task.begin / piece.inner;
+        for (int64_t i = task.begin; i < task.end; i += piece.inner, ++block) {
+            const int64_t end = i + piece.inner;
+            double own[First::R], c, kappa;
+            e.origin = i;
+            First::run(e, i, end, own);
+            for (int k = 0; k < First::R; ++k) sums[block + k * stride] = own[k] * First::factor(e, piece, k);
+            if (!solve(context, block, c, kappa)) {
+                good = false;
+                continue;
+            }
+            V factor = E::all(kappa * for_kappa), weight = E::all(c * for_c);
+            int64_t j = i;
+            for (; end - j >= 2 * W; j += 2 * W) {
+                fetch(e, j + piece.inner);
+                update<false>(e, j, W, weight, factor);
+                if (LINE) fetch(e, j + W + piece.inner);
+                update<false>(e, j + W, W, weight, factor);
+            }
+            if (end - j >= W) {
+                update<false>(e, j, W, weight, factor);
+                j += W;
+            }
+            if (j < end) update<true>(e, j, int(end - j), weight, factor);
+        }
+        return good;
     }
 };
 
@@ -263,6 +351,7 @@ template <class T, bool ADAM> void sums_of(const Rule& r, const Piece& p, const 
         if (r.sums == CONSISTENT) return Pass1<T, ADAM, CONSISTENT>::sums(r, p, t, out, stride);
     }
     if (r.sums == GRADIENT) return Pass1<T, ADAM, GRADIENT>::sums(r, p, t, out, stride);
+    if (r.sums == SQUARES) return Pass1<T, ADAM, SQUARES>::sums(r, p, t, out, stride);
     if (r.sums == WEIGHTED) return Pass1<T, ADAM, WEIGHTED>::sums(r, p, t, out, stride);
     return Pass1<T, ADAM, CAPPED>::sums(r, p, t, out, stride);
 }
@@ -294,6 +383,15 @@ void apply(const Rule& r, const Piece& p, const Task& t, const double* c, const 
     }
 }
 
+bool local(const Rule& r, const Piece& p, const Task& t, double* out, int64_t stride, Solve solve, void* context) {
+    switch (p.dtype) {
+        case FLOAT64: return (r.adam ? Local<double, true>::run : Local<double, false>::run)(r, p, t, out, stride, solve, context);
+        case BFLOAT16: return (r.adam ? Local<bfloat16, true>::run : Local<bfloat16, false>::run)(r, p, t, out, stride, solve, context);
+        case FLOAT16: return (r.adam ? Local<float16, true>::run : Local<float16, false>::run)(r, p, t, out, stride, solve, context);
+        default: return (r.adam ? Local<float, true>::run : Local<float, false>::run)(r, p, t, out, stride, solve, context);
+    }
+}
+
 }  // namespace
 
 #define JOIN_(a, b) a##b
@@ -301,4 +399,4 @@ void apply(const Rule& r, const Piece& p, const Task& t, const double* c, const 
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
 
-extern const Kernels blockmean::JOIN(kernels_, VARIANT) = {TEXT(VARIANT), sums, apply};
+extern const Kernels blockmean::JOIN(kernels_, VARIANT) = {TEXT(VARIANT), sums, apply, local};

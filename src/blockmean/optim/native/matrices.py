@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockmean._linalg import NOISE
 from blockmean.optim import native
 from blockmean.optim.parts import FORGET, STATE, Step
-
-NOISE = 2.0**-19
-"""ν: 16 rounding errors of float32. Entries smaller than this share of the gradient take no full step."""
 
 
 def inner_of(param: Tensor) -> int | None:

@@ -6,9 +6,13 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <atomic>
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
+#include <string>
 #include <vector>
 
 #include "anova.hpp"
@@ -25,29 +29,44 @@ constexpr int64_t CHUNK = 1 << 14;   // entries of a task: its vectors fit into 
 constexpr int64_t STRIPE = 1 << 10;  // entries of a row that a task takes where blocks are columns
 constexpr int64_t GRAIN = 1 << 15;   // entries for which it pays to wake another thread
 
-// What was compiled for the best instruction set that this processor has.
+// What was compiled for one instruction set, and whether this processor has it.
 struct Compiled {
     const Kernels& passes;
     const AnovaKernels& anova;
     TimesRoot times_root;
+    bool can_run;
 };
 
-const Compiled& compiled() {
+// From the best to the plain one, which runs everywhere.
+const std::vector<Compiled>& variants() {
+    static const std::vector<Compiled> all = [] {
+        std::vector<Compiled> found;
 #if defined(__x86_64__)
-    static const Compiled best = [] {
         __builtin_cpu_init();
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-            return Compiled{kernels_avx512, anova_avx512, times_root_avx512};
+        const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
         // Every processor with AVX2 and FMA converts half precision as well.
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-            return Compiled{kernels_avx2, anova_avx2, times_root_avx2};
-        return Compiled{kernels_plain, anova_plain, times_root_plain};
-    }();
-#else
-    static const Compiled best{kernels_plain, anova_plain, times_root_plain};
+        const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+        found.push_back({kernels_avx512, anova_avx512, times_root_avx512, avx512});
+        found.push_back({kernels_avx2, anova_avx2, times_root_avx2, avx2});
 #endif
-    return best;
+        found.push_back({kernels_plain, anova_plain, times_root_plain, true});
+        return found;
+    }();
+    return all;
+}
+
+// The variant that the environment asks for, else the best one; null if the processor lacks what it asks for.
+const Compiled* chosen() {
+    const char* wanted = std::getenv("BLOCKMEAN_INSTRUCTIONS");
+    for (const Compiled& one : variants())
+        if (one.can_run && (!wanted || !*wanted || !std::strcmp(wanted, one.passes.name))) return &one;
+    return nullptr;
+}
+
+const Compiled& compiled() {
+    static const Compiled& one = *chosen();  // loading the module has made sure that there is one
+    return one;
 }
 
 // The tensors of a list, what a thread may take of them at a time, and room for the partial sums of large blocks.
@@ -56,9 +75,12 @@ struct Table {
     std::vector<Task> tasks;
     std::vector<double> partial;  // (parts, MOST_ROWS)
     int64_t blocks = 0, entries = 0;
+    bool local = false;  // whether the next update sums, solves and applies block by block
 
     void add(Piece piece) {
         const int64_t row = piece.blocks * piece.inner, index = int64_t(pieces.size());
+        const int64_t bytes = piece.inner * (piece.dtype == FLOAT64 ? 8 : 4);
+        piece.is_local = piece.outer == 1 && piece.inner > 1 && bytes <= LOCAL_BYTES;
         piece.block = blocks;
         blocks += piece.blocks;
         entries += piece.outer * row;
@@ -88,22 +110,28 @@ struct Table {
 
 struct Call {
     const Kernels& run;
-    const Rule& rule;
+    Rule rule;
     Table& table;
     double* sums;
     int64_t stride;
     const double *c, *kappa;
+    Solver* solver = nullptr;  // what follows is for steps that solve block by block
+    const Form* form = nullptr;
+    const Vectors* vectors = nullptr;
+    std::atomic<bool> failed{false};
 };
 
 void sum_task(void* context, int64_t number) {
     Call& call = *static_cast<Call*>(context);
     const Task& task = call.table.tasks[number];
     const Piece& piece = call.table.pieces[task.piece];
+    Rule rule = call.rule;
+    if (call.table.local && piece.is_local) rule.sums = SQUARES;
     if (task.part >= 0) {
-        call.run.sums(call.rule, piece, task, call.table.partial.data() + task.part * MOST_ROWS, 1);
+        call.run.sums(rule, piece, task, call.table.partial.data() + task.part * MOST_ROWS, 1);
     } else {
         const int64_t block = piece.block + task.begin / piece.inner;
-        call.run.sums(call.rule, piece, task, call.sums + block, call.stride);
+        call.run.sums(rule, piece, task, call.sums + block, call.stride);
     }
 }
 
@@ -114,7 +142,22 @@ void apply_task(void* context, int64_t number) {
     const Piece& piece = call.table.pieces[task.piece];
     const double* c = call.c ? call.c + piece.block : nullptr;
     const double* kappa = call.kappa ? call.kappa + piece.block : nullptr;
-    call.run.apply(call.rule, piece, task, c, kappa);
+    if (!call.table.local || !piece.is_local) return call.run.apply(call.rule, piece, task, c, kappa);
+    struct Own {
+        Call& call;
+        const Rows& rows;
+    } of_task{call, call.solver->rows[size_t(task.piece)]};
+    const Solve solve = [](void* argument, int64_t block, double& c, double& kappa) {
+        auto& own = *static_cast<Own*>(argument);
+        const Vectors& x = *own.call.vectors;
+        const int64_t k = own.rows.block + block;
+        for (int row = 0; row < ROWS[own.call.rule.sums]; ++row)
+            if (!std::isfinite(x.sums[row * x.stride + k])) return false;
+        solve_block(*own.call.solver, *own.call.form, x, own.rows, block);
+        c = x.c[k], kappa = x.kappa ? x.kappa[k] : 1;
+        return true;
+    };
+    if (!call.run.local(call.rule, piece, task, call.sums + piece.block, call.stride, solve, &of_task)) call.failed = true;
 }
 
 // Add up the partial sums of large blocks in order, whoever computed them. Return whether all is finite, and the
@@ -134,6 +177,17 @@ bool finish_sums(const Rule& rule, const Table& table, double* sums, int64_t str
         for (int64_t j = 0; j < table.blocks; ++j) finite &= std::isfinite(sums[k * stride + j]);
     for (int64_t j = 0; j < table.blocks; ++j) finite &= std::isfinite(sums[j] * sums[j]);
     return finite;
+}
+
+// Whether no sum of a block that is to be solved in its turn can overflow: those of squares bound all others, since
+// averages of squares, or their sums, are at most the last ones plus the new squares.
+bool cannot_overflow(const Table& table, const double* sums, int64_t stride) {
+    for (const Piece& piece : table.pieces) {
+        const double limit = piece.dtype == FLOAT64 ? 0x1p1020 : 0x1p124;
+        for (int64_t j = piece.block; piece.is_local && j < piece.block + piece.blocks; ++j)
+            if (!(sums[stride + j] + sums[2 * stride + j] < limit)) return false;
+    }
+    return true;
 }
 
 // ------------------------------------------------------------------ arguments
@@ -196,6 +250,25 @@ bool read_step(Table& table, const Rule& rule, double lr, double lr_decay, PyObj
     return true;
 }
 
+// (weighted, raw, keeps diagonal, keeps trace, β, floor, smallest λ, cap)
+bool read_form(PyObject* tuple, Form& form) {
+    int weighted, raw, diagonal, trace;
+    if (!PyArg_ParseTuple(tuple, "iiiidddd", &weighted, &raw, &diagonal, &trace, &form.beta, &form.floor,
+                          &form.smallest_lambda, &form.cap))
+        return false;
+    form.weighted = weighted, form.raw = raw, form.keeps_diagonal = diagonal, form.keeps_trace = trace;
+    return true;
+}
+
+// (sums, stride, common, change, c, kappa)
+bool read_vectors(PyObject* tuple, Vectors& x) {
+    long long sums, stride, common, change, c, kappa;
+    if (!PyArg_ParseTuple(tuple, "LLLLLL", &sums, &stride, &common, &change, &c, &kappa)) return false;
+    x = {address<double>(sums),   int64_t(stride),    address<double>(common),
+         address<double>(change), address<double>(c), address<double>(kappa)};
+    return true;
+}
+
 // ------------------------------------------------------------------ functions
 
 // table([param, first, second, outer, blocks, inner, dtype, …]) → capsule
@@ -205,18 +278,20 @@ PyObject* make_table(PyObject*, PyObject* list) try {
     auto table = std::make_unique<Table>();
     for (size_t i = 0; i + 7 <= x.size(); i += 7)
         table->add({address<char>(x[i]), address<char>(x[i + 1]), address<char>(x[i + 2]), x[i + 3], x[i + 4], x[i + 5],
-                    Dtype(x[i + 6]), 0, nullptr, 1, 1, 0});
+                    Dtype(x[i + 6]), 0, false, nullptr, 1, 1, 0});
     return owned(std::move(table), "blockmean.table");
 } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
 }
 
-// block_sums(table, rule, grads, steps, out, stride, threads) → whether all sums are finite
+// block_sums(table, rule, grads, steps, out, stride, local, threads) → whether all sums are finite, and whether blocks
+// are to be solved one by one in the update. That takes `local`, and `out` as the last step left it.
 PyObject* block_sums(PyObject*, PyObject* args) {
     PyObject *capsule, *tuple, *grads, *steps;
     long long out, stride;
-    int threads;
-    if (!PyArg_ParseTuple(args, "OOOOLLi", &capsule, &tuple, &grads, &steps, &out, &stride, &threads)) return nullptr;
+    int local, threads;
+    if (!PyArg_ParseTuple(args, "OOOOLLpi", &capsule, &tuple, &grads, &steps, &out, &stride, &local, &threads))
+        return nullptr;
     auto* table = static_cast<Table*>(PyCapsule_GetPointer(capsule, "blockmean.table"));
     Rule rule;
     double lr, decay;
@@ -224,10 +299,15 @@ PyObject* block_sums(PyObject*, PyObject* args) {
     bool finite;
     Py_BEGIN_ALLOW_THREADS
     Call call{compiled().passes, rule, *table, address<double>(out), int64_t(stride), nullptr, nullptr};
-    parallel(int64_t(table->tasks.size()), table->threads(threads), sum_task, &call);
-    finite = finish_sums(rule, *table, call.sums, call.stride);
+    table->local = local;
+    for (;;) {
+        parallel(int64_t(table->tasks.size()), table->threads(threads), sum_task, &call);
+        finite = finish_sums(rule, *table, call.sums, call.stride);
+        if (!finite || !table->local || cannot_overflow(*table, call.sums, call.stride)) break;
+        table->local = false;  // then nothing is written before all sums are known
+    }
     Py_END_ALLOW_THREADS
-    return PyBool_FromLong(finite);
+    return Py_BuildValue("(OO)", finite ? Py_True : Py_False, table->local ? Py_True : Py_False);
 }
 
 // apply_(table, rule, grads, steps, c, kappa, threads)
@@ -241,10 +321,45 @@ PyObject* apply_(PyObject*, PyObject* args) {
     double lr, decay;
     if (!table || !read_rule(tuple, rule, lr, decay) || !read_step(*table, rule, lr, decay, grads, steps)) return nullptr;
     Py_BEGIN_ALLOW_THREADS
+    table->local = false;
     Call call{compiled().passes, rule, *table, nullptr, 0, address<double>(c), address<double>(kappa)};
     parallel(int64_t(table->tasks.size()), table->threads(threads), apply_task, &call);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
+}
+
+// solve_and_apply_(table, rule, solver, form, vectors, threads): the update and all that comes before it, block by
+// block, after a block_sums that has allowed it and with its gradients → whether all sums were finite; the parameters of
+// blocks with others stay as they are
+PyObject* solve_and_apply(PyObject*, PyObject* args) {
+    PyObject *first, *second, *tuple, *options, *addresses;
+    int threads;
+    if (!PyArg_ParseTuple(args, "OOOOOi", &first, &tuple, &second, &options, &addresses, &threads)) return nullptr;
+    auto* table = static_cast<Table*>(PyCapsule_GetPointer(first, "blockmean.table"));
+    auto* solver = static_cast<Solver*>(PyCapsule_GetPointer(second, "blockmean.solver"));
+    Rule rule;
+    Form form;
+    Vectors vectors;
+    double lr, decay;
+    if (!table || !solver || !read_rule(tuple, rule, lr, decay) || !read_form(options, form) ||
+        !read_vectors(addresses, vectors))
+        return nullptr;
+    if (!table->local || table->pieces.size() != solver->rows.size()) {
+        PyErr_SetString(PyExc_ValueError, "the blocks of this table are not to be solved one by one");
+        return nullptr;
+    }
+    bool good;
+    Py_BEGIN_ALLOW_THREADS
+    Call call{compiled().passes, rule, *table, const_cast<double*>(vectors.sums), vectors.stride, vectors.c,
+              vectors.kappa, solver, &form, &vectors};
+    for (size_t i = 0; i < table->pieces.size(); ++i)
+        for (int64_t block = 0; !table->pieces[i].is_local && block < table->pieces[i].blocks; ++block)
+            solve_block(*solver, form, vectors, solver->rows[i], block);
+    parallel(int64_t(table->tasks.size()), table->threads(threads), apply_task, &call);
+    table->local = false;
+    good = !call.failed;
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(good);
 }
 
 // solver(blocks, [U, energy, count, width, block, column, origin, size, …]) → capsule
@@ -263,40 +378,28 @@ PyObject* make_solver(PyObject*, PyObject* args) try {
     return PyErr_NoMemory();
 }
 
-// (weighted, raw, keeps diagonal, keeps trace, β, floor, smallest λ, cap)
-bool read_form(PyObject* tuple, Form& form) {
-    int weighted, raw, diagonal, trace;
-    if (!PyArg_ParseTuple(tuple, "iiiidddd", &weighted, &raw, &diagonal, &trace, &form.beta, &form.floor,
-                          &form.smallest_lambda, &form.cap))
-        return false;
-    form.weighted = weighted, form.raw = raw, form.keeps_diagonal = diagonal, form.keeps_trace = trace;
-    return true;
-}
-
-// accumulate(solver, form, sums, stride, common, change, A)
+// accumulate(solver, form, vectors, A)
 PyObject* accumulate_(PyObject*, PyObject* args) {
-    PyObject *capsule, *tuple;
-    long long sums, stride, common, change, A;
-    if (!PyArg_ParseTuple(args, "OOLLLLL", &capsule, &tuple, &sums, &stride, &common, &change, &A)) return nullptr;
+    PyObject *capsule, *options, *addresses;
+    long long A;
+    if (!PyArg_ParseTuple(args, "OOOL", &capsule, &options, &addresses, &A)) return nullptr;
     auto* solver = static_cast<Solver*>(PyCapsule_GetPointer(capsule, "blockmean.solver"));
     Form form;
-    if (!solver || !read_form(tuple, form)) return nullptr;
-    accumulate(*solver, form, address<double>(sums), stride, address<double>(common), address<double>(change),
-               address<double>(A));
+    Vectors vectors;
+    if (!solver || !read_form(options, form) || !read_vectors(addresses, vectors)) return nullptr;
+    accumulate(*solver, form, vectors, address<double>(A));
     Py_RETURN_NONE;
 }
 
-// correct(solver, form, sums, stride, common, change, c, kappa)
+// correct(solver, form, vectors)
 PyObject* correct_(PyObject*, PyObject* args) {
-    PyObject *capsule, *tuple;
-    long long sums, stride, common, change, c, kappa;
-    if (!PyArg_ParseTuple(args, "OOLLLLLL", &capsule, &tuple, &sums, &stride, &common, &change, &c, &kappa))
-        return nullptr;
+    PyObject *capsule, *options, *addresses;
+    if (!PyArg_ParseTuple(args, "OOO", &capsule, &options, &addresses)) return nullptr;
     auto* solver = static_cast<Solver*>(PyCapsule_GetPointer(capsule, "blockmean.solver"));
     Form form;
-    if (!solver || !read_form(tuple, form)) return nullptr;
-    correct(*solver, form, address<double>(sums), stride, address<double>(common), address<double>(change),
-            address<double>(c), address<double>(kappa));
+    Vectors vectors;
+    if (!solver || !read_form(options, form) || !read_vectors(addresses, vectors)) return nullptr;
+    correct(*solver, form, vectors);
     Py_RETURN_NONE;
 }
 
@@ -446,6 +549,7 @@ PyMethodDef METHODS[] = {
     {"table", make_table, METH_O, nullptr},
     {"block_sums", block_sums, METH_VARARGS, nullptr},
     {"apply_", apply_, METH_VARARGS, nullptr},
+    {"solve_and_apply_", solve_and_apply, METH_VARARGS, nullptr},
     {"solver", make_solver, METH_VARARGS, nullptr},
     {"accumulate", accumulate_, METH_VARARGS, nullptr},
     {"times_root", times_root_, METH_VARARGS, nullptr},
@@ -459,6 +563,14 @@ PyMethodDef METHODS[] = {
 };
 
 int fill_module(PyObject* module) {
+    if (!chosen()) {
+        std::string names;
+        for (const Compiled& one : variants())
+            if (one.can_run) names += names.empty() ? one.passes.name : std::string(", ") + one.passes.name;
+        PyErr_Format(PyExc_RuntimeError, "BLOCKMEAN_INSTRUCTIONS=%s is not among what this machine can run: %s.",
+                     std::getenv("BLOCKMEAN_INSTRUCTIONS"), names.c_str());
+        return -1;
+    }
     if (PyModule_AddFunctions(module, blockmean_watch_methods)) return -1;
     return PyModule_AddStringConstant(module, "instructions", compiled().passes.name);
 }

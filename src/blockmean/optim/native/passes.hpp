@@ -10,13 +10,14 @@ enum Dtype { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, DTYPES };
 // The sums of pass 1, row by row, as passes.py lists them.
 enum Sums {
     GRADIENT,    // Σ g
+    SQUARES,     // Σ g, Σ g²: what has to be known of all gradients before the first block changes
     PAPER,       // Σ g, Σ z
     CONSISTENT,  // Σ g, Σ z, Σ w g
     WEIGHTED,    // Σ g, Σ g², Σ ζ², Σ w m̂
     CAPPED,      // the same, Σ (m̂/z)², Σ w²
     SUMS
 };
-constexpr int ROWS[SUMS] = {1, 2, 3, 4, 6};
+constexpr int ROWS[SUMS] = {1, 2, 2, 3, 4, 6};
 constexpr int MOST_ROWS = 6;
 
 struct Rule {
@@ -33,6 +34,7 @@ struct Piece {
     int64_t outer, blocks, inner;
     Dtype dtype;
     int64_t block;       // the first of its blocks among those of the list
+    bool is_local;       // whether its blocks are short and lie in one run each, as `local` wants them
     const char* grad;    // the rest changes with every step
     double gain, gain_r, rate;
 };
@@ -43,12 +45,20 @@ struct Task {
     int64_t part;  // which partial sum it has, −1 if its blocks are its own
 };
 
+constexpr int64_t LOCAL_BYTES = 1 << 15;  // longest block that `local` takes, in the arithmetic's dtype
+
+// c and κ of a block of the piece, whose sums are known now; false if they are not finite.
+typedef bool (*Solve)(void* context, int64_t block, double& c, double& kappa);
+
 struct Kernels {
     const char* name;
     // Sums over the blocks of a task into out[row * stride], starting with the block that holds `begin`.
     void (*sums)(const Rule&, const Piece&, const Task&, double* out, int64_t stride);
     // Update moments and parameters. c and kappa start with the piece's own first block; null for c = 0 and κ = 1.
     void (*apply)(const Rule&, const Piece&, const Task&, const double* c, const double* kappa);
+    // Sums, solve and update, block by block; sums start with the piece's own first block. False if a block could not be
+    // solved: its parameters stay. For WEIGHTED sums, and blocks that lie in one run of at most LOCAL_BYTES.
+    bool (*local)(const Rule&, const Piece&, const Task&, double* sums, int64_t stride, Solve, void* context);
 };
 
 extern const Kernels kernels_plain;

@@ -11,33 +11,54 @@ double averaged(double old, double value, double beta) {
 
 double larger(double x, double bound) { return x < bound ? bound : x; }  // NaN stays
 
+// The statistics of one block and its entries of `common`, and with coupling "none" of `change`.
+void accumulate_block(Solver& solver, const Form& form, const Vectors& x, const Rows& rows, int64_t i) {
+    const int64_t k = rows.block + i;
+    const double u = x.sums[k], b = form.raw ? u : x.sums[(form.weighted ? 3 : 2) * x.stride + k];
+    const double measure = x.sums[(form.weighted ? 2 : 1) * x.stride + k];
+    double n = form.weighted ? std::sqrt(measure) : measure;
+    const bool on = n > 0;
+    const double scale = on ? 1 / (form.weighted ? n : std::sqrt(rows.size)) : 0;
+    if (form.weighted) {
+        rows.energy[i] = averaged(rows.energy[i], x.sums[x.stride + k], form.beta);
+        n = on ? std::sqrt(rows.energy[i]) : 0;
+    }
+    solver.scale[k] = scale;
+    solver.own[k] = n;
+    x.common[k] = scale * b;
+    if (rows.width) return;
+    rows.U[i] = averaged(rows.U[i], u * u, form.beta);
+    const double inverse = n > 0 ? 1 / n : 0;
+    const double diagonal = form.keeps_diagonal && n > 0 ? rows.U[i] * inverse * inverse : 1;
+    x.change[k] = (1 / std::sqrt(larger(diagonal, form.floor)) - 1) * x.common[k];
+}
+
+// c and κ of one block.
+void correct_block(const Solver& solver, const Form& form, const Vectors& x, const Rows& rows, int64_t i) {
+    const int64_t k = rows.block + i;
+    double factor = 1;
+    if (form.keeps_trace && rows.size > 1) {
+        const double n = solver.own[k], U = rows.U[rows.width ? i * rows.width + rows.column + i : i];
+        const double own = n > 0 ? U / n / n : 1;
+        const double lambda = (rows.size - larger(own, 1)) / larger(rows.size - 1, 1);
+        factor = 1 / std::sqrt(larger(lambda, form.smallest_lambda));
+    }
+    double c = solver.scale[k] * (x.change[k] + (1 - factor) * x.common[k]);
+    if (form.cap >= 0) {
+        const double weight = x.sums[5 * x.stride + k];
+        const double limit = form.cap * std::sqrt(x.sums[4 * x.stride + k]) / std::sqrt(weight);
+        c = !(weight > 0) ? 0 : c < -limit ? -limit : c > limit ? limit : c;
+    }
+    x.c[k] = c;
+    if (x.kappa) x.kappa[k] = factor;
+}
+
 }  // namespace
 
-void accumulate(Solver& solver, const Form& form, const double* sums, int64_t stride, double* common, double* change,
-                double* A) {
-    const double* u = sums;
-    const double* b = form.raw ? u : sums + (form.weighted ? 3 : 2) * stride;
-    const double* measure = sums + (form.weighted ? 2 : 1) * stride;
-    for (Rows& rows : solver.rows) {
-        for (int64_t i = 0; i < rows.count; ++i) {
-            const int64_t k = rows.block + i;
-            double n = form.weighted ? std::sqrt(measure[k]) : measure[k];
-            const bool on = n > 0;
-            const double scale = on ? 1 / (form.weighted ? n : std::sqrt(rows.size)) : 0;
-            if (form.weighted) {
-                rows.energy[i] = averaged(rows.energy[i], sums[stride + k], form.beta);
-                n = on ? std::sqrt(rows.energy[i]) : 0;
-            }
-            solver.scale[k] = scale;
-            solver.own[k] = n;
-            common[k] = scale * b[k];
-            if (rows.width) continue;
-            rows.U[i] = averaged(rows.U[i], u[k] * u[k], form.beta);
-            const double inverse = n > 0 ? 1 / n : 0;
-            const double diagonal = form.keeps_diagonal && n > 0 ? rows.U[i] * inverse * inverse : 1;
-            change[k] = (1 / std::sqrt(larger(diagonal, form.floor)) - 1) * common[k];
-        }
-    }
+void accumulate(Solver& solver, const Form& form, const Vectors& x, double* A) {
+    const double* u = x.sums;
+    for (const Rows& rows : solver.rows)
+        for (int64_t i = 0; i < rows.count; ++i) accumulate_block(solver, form, x, rows, i);
     for (Rows& rows : solver.rows) {  // now that n is known for all blocks of a component
         const int64_t first = rows.block - rows.column;
         for (int64_t i = 0; rows.width && i < rows.count; ++i) {
@@ -55,27 +76,14 @@ void accumulate(Solver& solver, const Form& form, const double* sums, int64_t st
     }
 }
 
-void correct(const Solver& solver, const Form& form, const double* sums, int64_t stride, const double* common,
-             const double* change, double* c, double* kappa) {
-    for (const Rows& rows : solver.rows) {
-        for (int64_t i = 0; i < rows.count; ++i) {
-            const int64_t k = rows.block + i;
-            double factor = 1;
-            if (form.keeps_trace && rows.size > 1) {
-                const double n = solver.own[k], U = rows.U[rows.width ? i * rows.width + rows.column + i : i];
-                const double own = n > 0 ? U / n / n : 1;
-                const double lambda = (rows.size - larger(own, 1)) / larger(rows.size - 1, 1);
-                factor = 1 / std::sqrt(larger(lambda, form.smallest_lambda));
-            }
-            if (kappa) kappa[k] = factor;
-            c[k] = solver.scale[k] * (change[k] + (1 - factor) * common[k]);
-            if (form.cap >= 0) {
-                const double weight = sums[5 * stride + k];
-                const double limit = form.cap * std::sqrt(sums[4 * stride + k]) / std::sqrt(weight);
-                c[k] = !(weight > 0) ? 0 : c[k] < -limit ? -limit : c[k] > limit ? limit : c[k];
-            }
-        }
-    }
+void correct(const Solver& solver, const Form& form, const Vectors& x) {
+    for (const Rows& rows : solver.rows)
+        for (int64_t i = 0; i < rows.count; ++i) correct_block(solver, form, x, rows, i);
+}
+
+void solve_block(Solver& solver, const Form& form, const Vectors& x, const Rows& rows, int64_t i) {
+    accumulate_block(solver, form, x, rows, i);
+    correct_block(solver, form, x, rows, i);
 }
 
 }  // namespace blockmean

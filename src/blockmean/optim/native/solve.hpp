@@ -36,8 +36,16 @@ struct Form {
     double floor, smallest_lambda, cap;  // cap: negative for none
 };
 
-// U ← U + u uᵀ, or its average; common = N b, and A for every component, or directly change = (A^-½ − I) common.
-void accumulate(Solver&, const Form&, const double* sums, int64_t stride, double* common, double* change, double* A);
+// Sums, (rows, L), and numbers per block, (L,) each.
+struct Vectors {
+    const double* sums;
+    int64_t stride;
+    double *common, *change;  // N b and (A^-½ − I) N b
+    double *c, *kappa;        // kappa: null if κ is 1 everywhere
+};
+
+// U ← U + u uᵀ, or its average; common, and A for every component, or directly change if blocks are not coupled.
+void accumulate(Solver&, const Form&, const Vectors&, double* A);
 
 // out = (A^-½ − I) b for the n×n matrix A, its eigenvalues raised to `floor` and to the rounding error of the largest.
 // False if the eigenvalues are not finite or do not converge. Needs room for n² + 4n numbers and `rotations_for(n)`.
@@ -50,7 +58,9 @@ extern const TimesRoot times_root_avx2, times_root_avx512;
 #endif
 
 // c = N [change + (1 − κ) common], and κ where the form keeps the trace.
-void correct(const Solver&, const Form&, const double* sums, int64_t stride, const double* common, const double* change,
-             double* c, double* kappa);
+void correct(const Solver&, const Form&, const Vectors&);
+
+// Both for one block of a tensor, where blocks are not coupled.
+void solve_block(Solver&, const Form&, const Vectors&, const Rows&, int64_t i);
 
 }  // namespace blockmean

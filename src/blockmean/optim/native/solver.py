@@ -11,14 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockmean._linalg import LinAlgError, inverse_root_minus_identity
+from blockmean._linalg import LinAlgError, times_inverse_root_minus_identity
 from blockmean.optim.forms import SMALLEST_LAMBDA, Rule
 from blockmean.optim.layout import Layout
 from blockmean.optim.native import _kernels
 from blockmean.optim.statistics import State
 
-NATIVE_ROOT = 256
-"""Largest matrix whose root is computed here; for larger ones LAPACK's blocked routines are faster."""
+NATIVE_ROOT = 512
+"""Largest matrix whose root is computed here, in half the time of `eigh` (`benchmarks/roots.py`).
+
+Larger ones would need much memory for their rotations: 96 bytes per entry.
+"""
 
 
 def can_solve(layout: Layout, states: Mapping[int, State], names: Iterable[str], kept: Iterable[str]) -> bool:
@@ -69,8 +72,8 @@ class Solver:
             self._components.append((component.blocks, self._A[origin : origin + width**2].view(width, width)))
             origin += width**2
 
-    def solve(self, rule: Rule, sums: Tensor, failed: Callable[[int], None]) -> tuple[Tensor, Tensor | None]:
-        """c and κ, (L,) each; κ is None if it is 1 everywhere. `failed` is told of eigendecompositions that fail."""
+    def arguments(self, rule: Rule, sums: Tensor) -> tuple[Any, tuple[int | float, ...], tuple[int, ...]]:
+        """What the kernels need to know: the statistics, the options of the rule, and the addresses of all vectors."""
         form, keeps_trace = rule.form, rule.form.keeps_trace and rule.cap is None
         options = (
             *(form.is_weighted, form.takes_raw_sums, form.keeps_diagonal, keeps_trace),
@@ -78,8 +81,14 @@ class Solver:
             -1.0 if rule.cap is None else rule.cap,
         )
         common, change, c, kappa = self._addresses
-        at = sums.data_ptr(), sums.stride(0)
-        _kernels.accumulate(self._solver, options, *at, common, change, self._A.data_ptr())
+        vectors = (sums.data_ptr(), sums.stride(0), common, change, c, kappa if keeps_trace else 0)
+        return self._solver, options, vectors
+
+    def solve(self, rule: Rule, sums: Tensor, failed: Callable[[int], None]) -> tuple[Tensor, Tensor | None]:
+        """c and κ, (L,) each; κ is None if it is 1 everywhere. `failed` is told of eigendecompositions that fail."""
+        arguments = self.arguments(rule, sums)
+        _kernels.accumulate(*arguments, self._A.data_ptr())
+        common, change, *_ = self._addresses
         bad = []
         for blocks, A in self._components:
             n, start = len(A), 8 * blocks.start
@@ -88,15 +97,15 @@ class Solver:
             ):
                 continue
             try:
-                torch.mv(inverse_root_minus_identity(A, rule.floor), self.common[blocks], out=self.change[blocks])
+                self.change[blocks] = times_inverse_root_minus_identity(A, rule.floor, self.common[blocks])
             except LinAlgError:
                 failed(n)
                 self.change[blocks] = 0
                 bad.append(blocks)
-        _kernels.correct(self._solver, options, *at, common, change, c, kappa if keeps_trace else 0)
+        _kernels.correct(*arguments)
         for blocks in bad:  # the diagonal step
             self._c[blocks], self._kappa[blocks] = 0, 1
-        return self._c, self._kappa if keeps_trace else None
+        return self._c, self._kappa if rule.form.keeps_trace and rule.cap is None else None
 
 
 def times_root(solver: Any, A: int, n: int, floor: float, b: int, out: int) -> bool:

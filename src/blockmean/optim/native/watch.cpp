@@ -57,6 +57,22 @@ bool same_gradient(PyObject* grad, PyObject* kind) {  // (type, layout, dtype, n
 
 bool same_address(PyObject* tensor, PyObject* known) { return equal(Owned(call(tensor, names().data_ptr)), known); }
 
+// The values of a dict whose keys are asked for in about the order they were stored in. A look-up would call the hash
+// function of torch, which is written in Python and takes longer than all other questions about a tensor.
+struct InOrder {
+    PyObject* dict;
+    Py_ssize_t place = 0;
+    bool in_order = true;
+
+    PyObject* find(PyObject* wanted) {
+        PyObject *key, *value;
+        while (in_order && PyDict_Next(dict, &place, &key, &value))
+            if (key == wanted) return value;
+        in_order = false;  // after all, so that nothing is searched twice
+        return PyDict_GetItemWithError(dict, wanted);
+    }
+};
+
 // (params, states, own, things, addresses, kinds, gradients) → whether all is as it was. `own` has the state of every parameter or None, `things` the parameters and all that is in their states.
 PyObject* unchanged(PyObject*, PyObject* args) {
     PyObject *params, *states, *own, *things, *addresses, *kinds, *gradients;
@@ -65,6 +81,7 @@ PyObject* unchanged(PyObject*, PyObject* args) {
     const Py_ssize_t count = PyList_Size(params), total = PyList_Size(things);
     bool same = count == PyList_Size(own);
     Py_ssize_t thing = 0, member = 0;
+    InOrder stored{states};
     const auto seen = [&](PyObject* object) {
         if (thing >= total || PyList_GetItem(things, thing) != object) return false;
         return same_address(object, PyList_GetItem(addresses, thing++));
@@ -76,7 +93,7 @@ PyObject* unchanged(PyObject*, PyObject* args) {
             same = grad == Py_None && state == Py_None;
             continue;
         }
-        same = PyDict_GetItemWithError(states, param) == state && seen(param) &&
+        same = stored.find(param) == state && seen(param) &&
                same_param(param, PyList_GetItem(kinds, member)) && same_gradient(grad, PyList_GetItem(gradients, member));
         ++member;
         PyObject *key, *value;

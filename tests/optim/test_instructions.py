@@ -1,0 +1,82 @@
+"""The kernels for other instruction sets than the best one of this machine."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from blockmean.optim import native
+
+ROOT = Path(__file__).parents[2]
+NATIVE = ROOT / "src" / "blockmean" / "optim" / "native"
+CROSS = shutil.which("aarch64-linux-gnu-g++")
+EMULATOR = shutil.which("qemu-aarch64")
+
+
+def python(*arguments, instructions, timeout=600):
+    # The paths of this process, so that the same package is imported.
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "BLOCKMEAN_INSTRUCTIONS": instructions, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+needs_kernels = pytest.mark.skipif(not native.is_available(), reason="the kernels were not built")
+
+
+@needs_kernels
+def test_the_environment_chooses_the_instruction_set():
+    show = "from blockmean.optim import native; print(native.instructions())"
+    assert python("-c", show, instructions="plain").stdout.strip() == "plain"
+    assert python("-c", show, instructions="").stdout.strip() == native.instructions()
+    failed = python("-c", show, instructions="sse9")
+    assert failed.returncode and "BLOCKMEAN_INSTRUCTIONS=sse9 is not among what this machine can run: " in failed.stderr
+    assert "plain." in failed.stderr
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["test_native.py", "test_native_anova.py"])
+def test_the_plain_kernels_pass_the_same_tests(file):
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/optim/{file}", instructions="plain")
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def flags():
+    """How setup.py compiles; it cannot be imported without building."""
+    text = (ROOT / "setup.py").read_text()
+    names: dict[str, object] = {"platform": platform, "Path": Path}
+    start, end = text.index("HERE ="), text.index("class BuildKernels")
+    exec(text[start:end], names)
+    return names
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CROSS is None, reason="no compiler for aarch64")
+def test_the_kernels_compile_for_arm_and_agree_there(tmp_path):
+    """All that does not need Python's headers; under qemu, passes over a few rows against plain loops in double."""
+    known = flags()
+    objects = []
+    for source in [*known["KERNELS"], "pool.cpp", "solve.cpp"]:
+        out = tmp_path / f"{source}.o"
+        more = known["KERNELS"].get(source, [])
+        command = [CROSS, *known["FLAGS"], *more, "-Werror", "-DVARIANT=plain", "-c", NATIVE / source, "-o", out]
+        subprocess.run(command, check=True, timeout=300)
+        objects.append(out)
+    if EMULATOR is None:
+        pytest.skip("compiled, but there is no qemu-aarch64 to run it")
+    program = tmp_path / "check"
+    check = Path(__file__).with_name("kernels_check.cpp")
+    subprocess.run(
+        [CROSS, "-std=c++17", "-O1", "-static", f"-I{NATIVE}", check, *objects, "-pthread", "-o", program],
+        check=True,
+        timeout=300,
+    )
+    done = subprocess.run([EMULATOR, program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout
