@@ -33,7 +33,7 @@ template <class T, bool ADAM> struct Entry {
     typedef typename Lanes<A>::M M;
 
     double spread;  // s
-    V decay1, beta2, decay2, eps, weight_decay, shrink;  // decay: 1 − β; shrink: −η · weight decay
+    V decay1, decay2, eps, weight_decay, shrink;  // decay: 1 − β; shrink: −η · weight decay
     M flip;  // the sign bit if the gradient is to be negated
     bool careful, decays;
     T* param;
@@ -46,8 +46,7 @@ template <class T, bool ADAM> struct Entry {
     INLINE V all(double x) { return fill<V>(A(x)); }
 
     ALWAYS Entry(const Rule& rule, const Piece& piece)
-        : spread(__builtin_sqrt(piece.gain_r)), decay1(all(1 - rule.beta1)), beta2(all(rule.beta2)),
-          decay2(all(1 - rule.beta2)), eps(all(rule.eps / spread)), weight_decay(all(rule.weight_decay)),
+        : spread(__builtin_sqrt(piece.gain_r)), decay1(all(1 - rule.beta1)), decay2(all(1 - rule.beta2)), eps(all(rule.eps / spread)), weight_decay(all(rule.weight_decay)),
           shrink(all(-piece.rate * rule.weight_decay)), flip(bits<M>(all(rule.sign < 0 ? -0.0 : 0.0))),
           careful(rule.careful || rule.eps / spread < SMALLEST<A>), decays(rule.weight_decay != 0), param(reinterpret_cast<T*>(piece.param)),
           grad(reinterpret_cast<const T*>(piece.grad)), first(reinterpret_cast<A*>(piece.first)),
@@ -72,7 +71,7 @@ template <class T, bool ADAM> struct Entry {
         if (ADAM) {
             m = PART ? load(first + i, n) : load(first + i);
             m = fma(decay1, g - m, m);
-            r = fma(decay2, g * g, r * beta2);
+            r = fma(decay2, g * g - r, r);
         } else {
             m = g;
             r = fma(g, g, r);
@@ -90,7 +89,7 @@ template <class T, bool ADAM> struct Entry {
     ALWAYS void mask() {  // no step where z is zero
         if (careful) z = z == 0 ? fill<V>(A(__builtin_inf())) : z;
     }
-    ALWAYS V unweighted() { return inverse_root(z, careful); }
+    ALWAYS V roots() { return twice_inverse_root(z, careful); }
 };
 
 // With KEEP, moments are written at once, and m / z and w of every entry of a block are kept for `Local`.
@@ -103,7 +102,7 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
     // What W entries from i add to every row; lanes from n are zero.
     template <bool PART, bool FETCH = !PART> INLINE void contribute(E& e, int64_t i, int n, V (&out)[R]) {
         e.template read_gradient<PART, FETCH>(i, n, false);
-        if constexpr (KEEP && FETCH) prefetch(e.param + i);
+        if constexpr (KEEP && FETCH) __builtin_prefetch(e.param + i);
         out[0] = e.g;
         if constexpr (SUMS == SQUARES) out[1] = e.g * e.g;
         if constexpr (SUMS >= PAPER) {
@@ -114,17 +113,16 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
             out[1] = e.z;
             if constexpr (SUMS == CONSISTENT) {
                 e.mask();
-                out[2] = e.unweighted() * e.m;
+                out[2] = e.roots() * e.m;
             }
         }
         if constexpr (SUMS >= WEIGHTED) {
             e.mask();
-            V w = e.zeta * e.unweighted();
+            V q = e.roots(), w = e.zeta * q, step;
             out[1] = e.g * e.g;
             out[2] = e.r;
             out[3] = w * e.m;
-            V step;
-            if constexpr (SUMS == CAPPED || KEEP) step = e.m / e.z;
+            if constexpr (SUMS == CAPPED || KEEP) step = e.m * q * q;
             if constexpr (SUMS == CAPPED) {
                 out[4] = step * step;
                 out[5] = w * w;
@@ -141,12 +139,12 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
         }
     }
 
-    // Debiasing, which is the same for all entries of a tensor: r̂ and m̂ instead of r and m.
+    // What is the same for all entries of a tensor: debiasing, r̂ and m̂ instead of r and m, and the 2 of `roots`.
     INLINE double factor(const E& e, const Piece& piece, int k) {
-        if (SUMS < WEIGHTED) return 1;
-        const double step = piece.gain / e.spread;
-        return k == 2 ? piece.gain_r : k == 3 ? piece.gain * __builtin_sqrt(e.spread)
-             : k == 4 ? step * step : k == 5 ? e.spread : 1;
+        if (SUMS < WEIGHTED) return k == 2 ? 0.5 : 1;
+        const double step = piece.gain / e.spread / 4;
+        return k == 2 ? piece.gain_r : k == 3 ? piece.gain * __builtin_sqrt(e.spread) / 2
+             : k == 4 ? step * step : k == 5 ? e.spread / 4 : 1;
     }
 
     // Sums over one run of entries of a single block.
@@ -223,10 +221,13 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
         if (ADAM) PART ? store(e.first + i, e.m, n) : store(e.first + i, e.m);
         e.template scale<(SUMS == WEIGHTED)>();
         e.mask();
-        V step = e.m / e.z * kappa, p;  // a product with z^-½ twice is quicker, but with c = 0 not the diagonal step
-        if constexpr (SUMS == GRADIENT) p = move(e, step);
-        if constexpr (SUMS == PAPER) p = move(e, fma(e.unweighted(), c, step));
-        if constexpr (SUMS == WEIGHTED) p = move(e, fma(e.zeta * e.unweighted(), c, step));
+        V p;
+        if constexpr (SUMS == GRADIENT) {
+            p = move(e, e.m / e.z * kappa);
+        } else {
+            V q = e.roots(), w = SUMS == WEIGHTED ? e.zeta * q : q;
+            p = move(e, fma(w, c, e.m * q * q * kappa));
+        }
         PART ? store(e.param + i, p, n) : store(e.param + i, p);
     }
     // θ + step, and decoupled weight decay: rounded once.
@@ -244,9 +245,11 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
         if (i < end) update<true>(e, i, int(end - i), c, kappa);
     }
 
-    // What the numbers of blocks are multiplied by: −η and what debiasing leaves.
-    INLINE double of_c(const E& e, const Piece& piece) { return -piece.rate * __builtin_sqrt(e.spread); }
-    INLINE double of_kappa(const E& e, const Piece& piece) { return -piece.rate * piece.gain / e.spread; }
+    // What the numbers of blocks are multiplied by: −η, what debiasing leaves, and the inverse of the 2 of `roots`.
+    INLINE double of_c(const E& e, const Piece& piece) { return -piece.rate * __builtin_sqrt(e.spread) / 2; }
+    INLINE double of_kappa(const E& e, const Piece& piece) {
+        return -piece.rate * piece.gain / e.spread / (SUMS == GRADIENT ? 1 : 4);
+    }
 
     INLINE V gather(const double* values, int n, double other, double factor) {
         V x;
@@ -300,15 +303,8 @@ template <class T, bool ADAM> struct Local {
         PART ? store(e.param + i, p, n) : store(e.param + i, p);
     }
 
-    // The next block is on its way while this one is updated: the processor's own prefetching ends with every run.
-    INLINE void fetch(const E& e, int64_t i) {
-        __builtin_prefetch(e.grad + i);
-        __builtin_prefetch(e.second + i);
-        if (ADAM) __builtin_prefetch(e.first + i);
-    }
-
-    static bool run(const Rule& rule, const Piece& piece, const Task& task, double* sums, int64_t stride, Solve solve,
-                    void* context) {
+    static bool run(const Rule& rule, const Piece& piece, const Task& task, double* sums, int64_t stride,
+                    const double* factor, const double* kappa) {
         alignas(64) A kept[2 * (LOCAL_BYTES / sizeof(A) + W)];
         E e(rule, piece);
         e.kept = kept;
@@ -317,27 +313,19 @@ template <class T, bool ADAM> struct Local {
         int64_t block = task.begin / piece.inner;
         for (int64_t i = task.begin; i < task.end; i += piece.inner, ++block) {
             const int64_t end = i + piece.inner;
-            double own[First::R], c, kappa;
+            double own[First::R];
             e.origin = i;
             First::run(e, i, end, own);
-            for (int k = 0; k < First::R; ++k) sums[block + k * stride] = own[k] * First::factor(e, piece, k);
-            if (!solve(context, block, c, kappa)) {
+            for (int k = 0; k < First::R; ++k) sums[block + k * stride] = own[k] *= First::factor(e, piece, k);
+            if (!__builtin_isfinite(own[2]) || !__builtin_isfinite(own[3])) {  // those of gradients are known to be
                 good = false;
                 continue;
             }
-            V factor = E::all(kappa * for_kappa), weight = E::all(c * for_c);
+            V c = E::all(correction(own[3], own[2], factor[block]) * for_c);
+            V k = E::all((kappa && own[2] > 0 ? kappa[block] : 1.0) * for_kappa);
             int64_t j = i;
-            for (; end - j >= 2 * W; j += 2 * W) {
-                fetch(e, j + piece.inner);
-                update<false>(e, j, W, weight, factor);
-                if (LINE) fetch(e, j + W + piece.inner);
-                update<false>(e, j + W, W, weight, factor);
-            }
-            if (end - j >= W) {
-                update<false>(e, j, W, weight, factor);
-                j += W;
-            }
-            if (j < end) update<true>(e, j, int(end - j), weight, factor);
+            for (; end - j >= W; j += W) update<false>(e, j, W, c, k);
+            if (j < end) update<true>(e, j, int(end - j), c, k);
         }
         return good;
     }
@@ -383,12 +371,13 @@ void apply(const Rule& r, const Piece& p, const Task& t, const double* c, const 
     }
 }
 
-bool local(const Rule& r, const Piece& p, const Task& t, double* out, int64_t stride, Solve solve, void* context) {
+bool local(const Rule& r, const Piece& p, const Task& t, double* out, int64_t stride, const double* factor,
+           const double* kappa) {
     switch (p.dtype) {
-        case FLOAT64: return (r.adam ? Local<double, true>::run : Local<double, false>::run)(r, p, t, out, stride, solve, context);
-        case BFLOAT16: return (r.adam ? Local<bfloat16, true>::run : Local<bfloat16, false>::run)(r, p, t, out, stride, solve, context);
-        case FLOAT16: return (r.adam ? Local<float16, true>::run : Local<float16, false>::run)(r, p, t, out, stride, solve, context);
-        default: return (r.adam ? Local<float, true>::run : Local<float, false>::run)(r, p, t, out, stride, solve, context);
+        case FLOAT64: return (r.adam ? Local<double, true>::run : Local<double, false>::run)(r, p, t, out, stride, factor, kappa);
+        case BFLOAT16: return (r.adam ? Local<bfloat16, true>::run : Local<bfloat16, false>::run)(r, p, t, out, stride, factor, kappa);
+        case FLOAT16: return (r.adam ? Local<float16, true>::run : Local<float16, false>::run)(r, p, t, out, stride, factor, kappa);
+        default: return (r.adam ? Local<float, true>::run : Local<float, false>::run)(r, p, t, out, stride, factor, kappa);
     }
 }
 

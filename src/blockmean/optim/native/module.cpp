@@ -143,21 +143,12 @@ void apply_task(void* context, int64_t number) {
     const double* c = call.c ? call.c + piece.block : nullptr;
     const double* kappa = call.kappa ? call.kappa + piece.block : nullptr;
     if (!call.table.local || !piece.is_local) return call.run.apply(call.rule, piece, task, c, kappa);
-    struct Own {
-        Call& call;
-        const Rows& rows;
-    } of_task{call, call.solver->rows[size_t(task.piece)]};
-    const Solve solve = [](void* argument, int64_t block, double& c, double& kappa) {
-        auto& own = *static_cast<Own*>(argument);
-        const Vectors& x = *own.call.vectors;
-        const int64_t k = own.rows.block + block;
-        for (int row = 0; row < ROWS[own.call.rule.sums]; ++row)
-            if (!std::isfinite(x.sums[row * x.stride + k])) return false;
-        solve_block(*own.call.solver, *own.call.form, x, own.rows, block);
-        c = x.c[k], kappa = x.kappa ? x.kappa[k] : 1;
-        return true;
-    };
-    if (!call.run.local(call.rule, piece, task, call.sums + piece.block, call.stride, solve, &of_task)) call.failed = true;
+    const Rows& rows = call.solver->rows[size_t(task.piece)];
+    const int64_t begin = task.begin / piece.inner, end = task.end / piece.inner;
+    prepare(*call.solver, *call.form, *call.vectors, rows, begin, end);
+    const double* factor = call.solver->scale.data() + rows.block;
+    if (!call.run.local(call.rule, piece, task, call.sums + piece.block, call.stride, factor, kappa)) call.failed = true;
+    conclude(*call.solver, *call.vectors, rows, begin, end);
 }
 
 // Add up the partial sums of large blocks in order, whoever computed them. Return whether all is finite, and the
@@ -352,9 +343,11 @@ PyObject* solve_and_apply(PyObject*, PyObject* args) {
     Py_BEGIN_ALLOW_THREADS
     Call call{compiled().passes, rule, *table, const_cast<double*>(vectors.sums), vectors.stride, vectors.c,
               vectors.kappa, solver, &form, &vectors};
-    for (size_t i = 0; i < table->pieces.size(); ++i)
-        for (int64_t block = 0; !table->pieces[i].is_local && block < table->pieces[i].blocks; ++block)
-            solve_block(*solver, form, vectors, solver->rows[i], block);
+    for (size_t i = 0; i < table->pieces.size(); ++i) {
+        if (table->pieces[i].is_local) continue;
+        prepare(*solver, form, vectors, solver->rows[i], 0, table->pieces[i].blocks);
+        conclude(*solver, vectors, solver->rows[i], 0, table->pieces[i].blocks);
+    }
     parallel(int64_t(table->tasks.size()), table->threads(threads), apply_task, &call);
     table->local = false;
     good = !call.failed;

@@ -47,8 +47,8 @@ struct Task {
 
 constexpr int64_t LOCAL_BYTES = 1 << 15;  // longest block that `local` takes, in the arithmetic's dtype
 
-// c and κ of a block of the piece, whose sums are known now; false if they are not finite.
-typedef bool (*Solve)(void* context, int64_t block, double& c, double& kappa);
+// c of a block that stands alone, from b and Σ ζ²; `factor` is A^-½ − κ.
+static inline double correction(double b, double square, double factor) { return square > 0 ? b / square * factor : 0; }
 
 struct Kernels {
     const char* name;
@@ -56,9 +56,11 @@ struct Kernels {
     void (*sums)(const Rule&, const Piece&, const Task&, double* out, int64_t stride);
     // Update moments and parameters. c and kappa start with the piece's own first block; null for c = 0 and κ = 1.
     void (*apply)(const Rule&, const Piece&, const Task&, const double* c, const double* kappa);
-    // Sums, solve and update, block by block; sums start with the piece's own first block. False if a block could not be
-    // solved: its parameters stay. For WEIGHTED sums, and blocks that lie in one run of at most LOCAL_BYTES.
-    bool (*local)(const Rule&, const Piece&, const Task&, double* sums, int64_t stride, Solve, void* context);
+    // Sums, solve and update, block by block; sums, factor and kappa start with the piece's own first block. False if the
+    // sums of a block are not finite: its parameters stay. For WEIGHTED sums, and blocks that lie in one run of at most
+    // LOCAL_BYTES.
+    bool (*local)(const Rule&, const Piece&, const Task&, double* sums, int64_t stride, const double* factor,
+                  const double* kappa);
 };
 
 extern const Kernels kernels_plain;

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "passes.hpp"
+
 namespace blockmean {
 namespace {
 
@@ -53,10 +55,47 @@ void correct_block(const Solver& solver, const Form& form, const Vectors& x, con
     if (x.kappa) x.kappa[k] = factor;
 }
 
+// Whether `prepare` and `conclude` solve its blocks.
+bool stand_alone(const Solver& solver, const Form& form) {
+    return form.weighted && form.cap < 0 && !solver.rows.empty() && !solver.rows[0].width;
+}
+
 }  // namespace
+
+void prepare(Solver& solver, const Form& form, const Vectors& x, const Rows& rows, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+        const int64_t k = rows.block + i;
+        const double u = x.sums[k];
+        const double U = rows.U[i] = averaged(rows.U[i], u * u, form.beta);
+        const double energy = rows.energy[i] = averaged(rows.energy[i], x.sums[x.stride + k], form.beta);
+        const double A = energy > 0 ? U / energy : 1;
+        const double root = 1 / std::sqrt(larger(A, form.floor));
+        double kappa = 1;
+        if (form.keeps_trace && rows.size > 1)
+            kappa = 1 / std::sqrt(larger((rows.size - larger(A, 1)) / (rows.size - 1), form.smallest_lambda));
+        solver.scale[k] = root - kappa;
+        solver.own[k] = root;
+        if (x.kappa) x.kappa[k] = kappa;
+    }
+}
+
+void conclude(const Solver& solver, const Vectors& x, const Rows& rows, int64_t begin, int64_t end) {
+    for (int64_t k = rows.block + begin; k < rows.block + end; ++k) {
+        const double square = x.sums[2 * x.stride + k], b = x.sums[3 * x.stride + k];
+        x.common[k] = square > 0 ? b / std::sqrt(square) : 0;
+        x.change[k] = (solver.own[k] - 1) * x.common[k];
+        x.c[k] = correction(b, square, solver.scale[k]);
+        if (x.kappa && !(square > 0)) x.kappa[k] = 1;
+    }
+}
 
 void accumulate(Solver& solver, const Form& form, const Vectors& x, double* A) {
     const double* u = x.sums;
+    if (stand_alone(solver, form)) {
+        for (const Rows& rows : solver.rows) prepare(solver, form, x, rows, 0, rows.count);
+        for (const Rows& rows : solver.rows) conclude(solver, x, rows, 0, rows.count);
+        return;
+    }
     for (const Rows& rows : solver.rows)
         for (int64_t i = 0; i < rows.count; ++i) accumulate_block(solver, form, x, rows, i);
     for (Rows& rows : solver.rows) {  // now that n is known for all blocks of a component
@@ -77,13 +116,9 @@ void accumulate(Solver& solver, const Form& form, const Vectors& x, double* A) {
 }
 
 void correct(const Solver& solver, const Form& form, const Vectors& x) {
+    if (stand_alone(solver, form)) return;  // `accumulate` has done it
     for (const Rows& rows : solver.rows)
         for (int64_t i = 0; i < rows.count; ++i) correct_block(solver, form, x, rows, i);
-}
-
-void solve_block(Solver& solver, const Form& form, const Vectors& x, const Rows& rows, int64_t i) {
-    accumulate_block(solver, form, x, rows, i);
-    correct_block(solver, form, x, rows, i);
 }
 
 }  // namespace blockmean

@@ -25,7 +25,7 @@ struct Rotation {
 
 struct Solver {
     std::vector<Rows> rows;
-    std::vector<double> scale, own;  // (L,) each: N, and n of the blocks that take part
+    std::vector<double> scale, own;  // (L,) each: N, and n of the blocks that take part; `prepare`: A^-½ − κ, and A^-½
     std::vector<double> numbers;     // room for `TimesRoot`
     std::vector<Rotation> rotations;
 };
@@ -60,7 +60,9 @@ extern const TimesRoot times_root_avx2, times_root_avx512;
 // c = N [change + (1 − κ) common], and κ where the form keeps the trace.
 void correct(const Solver&, const Form&, const Vectors&);
 
-// Both for one block of a tensor, where blocks are not coupled.
-void solve_block(Solver&, const Form&, const Vectors&, const Rows&, int64_t i);
+// Both for some blocks of a tensor, where blocks are weighted, not coupled and not capped. U, A and κ follow from the
+// gradients alone, so all but c can be prepared before the moments are known: c = b / Σ ζ² · (A^-½ − κ).
+void prepare(Solver&, const Form&, const Vectors&, const Rows&, int64_t begin, int64_t end);
+void conclude(const Solver&, const Vectors&, const Rows&, int64_t begin, int64_t end);
 
 }  // namespace blockmean

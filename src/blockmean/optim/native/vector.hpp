@@ -108,23 +108,22 @@ INLINE Vec<double> root(Vec<double> x) {
 #endif
 }
 
-INLINE Vec<double> inverse_root(Vec<double> x) { return 1.0 / root(x); }
-
-// Exact to two units in the last place for normal numbers; `careful` also takes zero and infinity.
-INLINE Vec<float> inverse_root(Vec<float> x, bool careful) {
-    if (careful) return 1.0f / root(x);
+// 2 x^-½: a division and a product less than x^-½. Exact to two units in the last place for normal numbers; `careful`
+// also takes zero and infinity.
+INLINE Vec<double> twice_inverse_root(Vec<double> x, bool) { return 2.0 / root(x); }
+INLINE Vec<float> twice_inverse_root(Vec<float> x, bool careful) {
+    if (careful) return 2.0f / root(x);
 #if defined(__AVX512F__)
     Vec<float> y = bits<Vec<float>>(_mm512_rsqrt14_ps(bits<__m512>(x)));
 #elif defined(__AVX2__)
     Vec<float> y = bits<Vec<float>>(_mm256_rsqrt_ps(bits<__m256>(x)));
 #else
-    return 1.0f / root(x);
+    return 2.0f / root(x);
 #endif
 #if defined(__AVX2__)
-    return y * fma(x * y * -0.5f, y, fill<Vec<float>>(1.5f));  // one step of Newton's method doubles the digits
+    return y * fma(-(x * y), y, fill<Vec<float>>(3.0f));  // one step of Newton's method doubles the digits
 #endif
 }
-INLINE Vec<double> inverse_root(Vec<double> x, bool) { return inverse_root(x); }
 
 // ------------------------------------------------------------------ memory
 
