@@ -155,15 +155,18 @@ class BlockMean:
 
     @property
     def shape(self) -> torch.Size:
+        """(..., d, d), as if it were dense."""
         d = self.partition.num_entries
         return torch.Size([*self.lam.shape[:-1], d, d])
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of λ, B and products: float32 or float64."""
         return self.lam.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where λ and B are."""
         return self.lam.device
 
     @property
