@@ -1,7 +1,8 @@
-"""What mkdocs does beyond its settings: a place for every public name, and links that leave docs/."""
+"""What mkdocs does beyond its settings: a place for every public name, links that leave docs/, formulas."""
 
 from __future__ import annotations
 
+import html
 import inspect
 import logging
 import os
@@ -22,6 +23,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Pages that lie beside docs/; mkdocs takes README.md for the start page."""
 
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)\s#]+")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 PLACE = re.compile(r"^::: (\S+)", re.MULTILINE)
 log = logging.getLogger("mkdocs.hooks.blockmean")  # a warning ends a strict build
 
@@ -113,3 +115,16 @@ def site_uri(path: Path) -> str:
     """Its place in the site, whose root is docs/; what lies outside keeps its path, and a folder becomes a list."""
     uri = os.path.relpath(path, DOCS if path.is_relative_to(DOCS) else ROOT)
     return f"{uri}/index.md" if path.is_dir() else uri
+
+
+# ---------------------------------------------------------------- formulas
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """Turn LaTeX into MathML, which browsers draw without a script."""
+    from latex2mathml.converter import convert
+
+    def formula(found: re.Match[str]) -> str:
+        return convert(html.unescape(found[2]).strip(), display="block" if found[1] == "div" else "inline")
+
+    return FORMULA.sub(formula, content)
