@@ -11,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -49,7 +49,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_pages_that_promise_it_have_blocks():
-    for page in ("README.md", "docs/theory.md", "docs/curvature.md"):
+    for page in ("README.md", "docs/theory.md", "docs/curvature.md", "docs/tutorial.md"):
         assert BLOCK.search((ROOT / page).read_text()), page
 
 
