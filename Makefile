@@ -49,7 +49,7 @@ docs: $(READY)
 
 # The documentation as pages in out/site. Ends at a snippet that fails, a dead link, or a public name without a place.
 site: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_docs.py tests/test_site.py -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_docs.py -k python_blocks
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:

@@ -125,6 +125,7 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     from latex2mathml.converter import convert
 
     def formula(found: re.Match[str]) -> str:
-        return convert(html.unescape(found[2]).strip(), display="block" if found[1] == "div" else "inline")
+        latex = html.unescape(found[2]).strip()
+        return convert(latex) if found[1] == "span" else f'<div class="formula">{convert(latex, display="block")}</div>'
 
     return FORMULA.sub(formula, content)

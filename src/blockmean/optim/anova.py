@@ -146,9 +146,10 @@ class Anova(BlockMeanOptimizer):
     Adam scales entries one by one and cannot see it; here every such mean has a scale of its own. Memory is that of
     Adam plus O(k (O + I)) per matrix. Tensors with one dim, and matrices with a single unit or input, take AdamW.
 
-    The gradient G (O units, I inputs) of a weight is split with orthonormal U (O×k) and V (I×k), which it learns:
+    The gradient G (O units, I inputs) of a weight is split with orthonormal U (O×k) and V (I×k), which it learns, into
+    grand means K, means per unit R, means per input L and the remainder E:
 
-        G = U K Vᵀ + R Vᵀ + U L + E       grand means K, means per unit R, means per input L, remainder E
+        G = U K Vᵀ + R Vᵀ + U L + E
 
     Each of the four parts takes the step m / (√v + ε) of an Adam of its own, projected back into the part.
 
