@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Two workers on two cores, one thread each: more torch threads would only compete.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-.PHONY: setup test check lint wheel sanitize reproduce docs clean
+.PHONY: setup test check lint wheel sanitize reproduce docs site clean
 
 setup: $(READY)
 
@@ -46,6 +46,11 @@ docs: $(READY)
 	$(BIN)/python docs/figures.py
 	$(BIN)/python docs/figures_curvature.py
 	$(BIN)/python docs/results.py
+
+# The documentation as pages in out/site. Ends at a snippet that fails, a dead link, or a public name without a place.
+site: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_docs.py -k python_blocks
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv build dist out src/*.egg-info

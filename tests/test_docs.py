@@ -11,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -42,14 +42,14 @@ def run_blocks(text: str, name: str) -> int:
     return len(blocks)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)  # examples may write files
     run_blocks(page.read_text(), page.name)
 
 
 def test_the_pages_that_promise_it_have_blocks():
-    for page in ("README.md", "docs/theory.md", "docs/curvature.md"):
+    for page in ("README.md", "docs/theory.md", "docs/curvature.md", "docs/tutorial.md"):
         assert BLOCK.search((ROOT / page).read_text()), page
 
 
@@ -60,7 +60,7 @@ def test_a_wrong_block_is_noticed():
         run_blocks("```python\nx = 0\n```\ntext\n```python\n1 / x\n```\n", "wrong")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path):
     targets = [target for target, _ in LINK.findall(page.read_text()) if "://" not in target]
     missing = [target for target in targets if not (page.parent / target).exists()]

@@ -29,3 +29,4 @@ __all__ = [
     "plot",
 ]
 __version__ = "0.1.0"
+"""The version of the package."""

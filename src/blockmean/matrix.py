@@ -51,8 +51,9 @@ class BlockMean:
         lam: λ, (..., L): by how much the diagonal of block ii exceeds its other entries.
         B: (..., L, L): the value of block ij. It need be neither symmetric nor positive definite.
 
-    Leading dimensions are a batch of matrices. Methods never change a matrix; they return new ones, and gradients flow
-    through all of them. The L×L arithmetic runs in float64 whatever the dtype.
+    Its attributes are `partition`, `lam` and `B`. `M @ x`, `M @ N`, `M + N`, `M - N`, `2 * M` and `M / 2` work as for
+    tensors. Leading dimensions are a batch of matrices. Methods never change a matrix; they return new ones, and
+    gradients flow through all of them. The L×L arithmetic runs in float64 whatever the dtype.
 
     >>> M = BlockMean(Partition.from_sizes([2, 1]), lam=[2.0, 3.0], B=[[1.0, 0.5], [0.5, 0.0]])
     >>> M.to_dense()
@@ -140,6 +141,11 @@ class BlockMean:
         With gradients of single samples as rows and weight 1/N this is the empirical Fisher matrix in block-mean form.
         λ_i is the variance inside block i, summed over rows. It is computed as a variance and not as the difference of
         two sums, which would lose its digits if they are nearly equal.
+
+        >>> G, partition = torch.tensor([[1.0, 3.0, 0.0], [2.0, 0.0, 1.0]]), Partition.from_sizes([2, 1])
+        >>> M = BlockMean.from_rows(G, partition, weight=1 / 2)
+        >>> torch.allclose(M.to_dense(), BlockMean.fit(G.T @ G / 2, partition).to_dense())
+        True
         """
         _require_partition(partition, "BlockMean.from_rows")
         G = as_float(G, "G", "BlockMean.from_rows")
@@ -155,15 +161,18 @@ class BlockMean:
 
     @property
     def shape(self) -> torch.Size:
+        """(..., d, d), as if it were dense."""
         d = self.partition.num_entries
         return torch.Size([*self.lam.shape[:-1], d, d])
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of λ, B and products: float32 or float64."""
         return self.lam.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where λ and B are."""
         return self.lam.device
 
     @property
@@ -385,7 +394,12 @@ class BlockMean:
         return self._with(-self.lam, -self.B, None if self._A is None else -self._A)
 
     def damped(self, damping: float | Tensor) -> BlockMean:
-        """M + δI, with one δ or one per matrix of the batch."""
+        """M + δI, with one δ or one per matrix of the batch: every eigenvalue grows by δ.
+
+        >>> BlockMean(Partition.from_sizes([2]), [0.0], [[1.0]]).damped(0.5).to_dense()
+        tensor([[1.5000, 1.0000],
+                [1.0000, 1.5000]])
+        """
         c = self._number(damping)
         made = BlockMean(self.partition, self.lam + c.squeeze(-1), self.B)
         if self._A is not None:
@@ -407,16 +421,27 @@ class BlockMean:
         return self._from_A(self.partition, 1 / inner, A, self.dtype)
 
     def solve(self, b: Tensor) -> Tensor:
-        """M⁻¹ b for a vector (d,) or a matrix (..., d, k). O(d + L³)."""
+        """M⁻¹ b for a vector (d,) or a matrix (..., d, k). O(d + L³).
+
+        >>> M = BlockMean(Partition.from_sizes([2]), [2.0], [[1.0]])  # [[3, 1], [1, 3]]
+        >>> M.solve(torch.tensor([4.0, 4.0]))
+        tensor([1., 1.])
+        """
         result: Tensor = self.inverse() @ b
         return result
 
     def sqrt(self) -> BlockMean:
-        """M^½ of a symmetric positive semi-definite matrix by Lemma 1. O(L³)."""
+        """M^½ of a symmetric positive semi-definite matrix by Lemma 1: λ → λ^½, A → A^½. O(L³)."""
         return self._positive("sqrt", 0.5)
 
     def inverse_sqrt(self) -> BlockMean:
-        """M^-½ of a symmetric positive definite matrix by Theorem 2. O(L³)."""
+        """M^-½ of a symmetric positive definite matrix by Theorem 2: λ → λ^-½, A → A^-½. O(L³).
+
+        >>> M = BlockMean(Partition.from_sizes([2, 1]), [2.0, 3.0], [[1.0, 0.5], [0.5, 0.0]])
+        >>> root = M.inverse_sqrt()
+        >>> torch.allclose((root @ M @ root).to_dense(), torch.eye(3), atol=1e-6)
+        True
+        """
         return self._positive("inverse_sqrt", -0.5)
 
     def power(self, p: float) -> BlockMean:

@@ -34,6 +34,11 @@ class Partition:
 
     Make one with `from_sizes`, `from_labels` or `of`. Equality and hash compare the assignment, never the names.
 
+    Attributes:
+        sizes: s, (L,) int64 on the CPU.
+        num_blocks: L.
+        num_entries: d, the sum of all sizes.
+
     >>> p = Partition.from_sizes([2, 5, 3])
     >>> p.num_blocks, p.num_entries
     (3, 10)
@@ -46,9 +51,9 @@ class Partition:
     def __init__(
         self, sizes: Tensor, labels: Tensor | None, names: tuple[str, ...] | tuple[TensorBlocks, ...] | None
     ) -> None:
-        self.sizes = sizes  # (L,) int64 on the CPU
-        self.num_blocks = len(sizes)  # L
-        self.num_entries = int(sizes.sum())  # d
+        self.sizes = sizes
+        self.num_blocks = len(sizes)
+        self.num_entries = int(sizes.sum())
         self._labels = labels  # (d,) int64 on the CPU, None if blocks are contiguous
         self._named_after = names  # block names, or the tensors from which to derive them on demand
 
@@ -215,9 +220,12 @@ class Partition:
     # ---------------------------------------------------------------- entries → blocks and back
 
     def block_sum(self, x: Tensor) -> Tensor:
-        """Sum the entries of each block: (..., d) → (..., L).
+        """Sum the entries of each block, u_i = Σ x over block i: (..., d) → (..., L).
 
         Half precision is accumulated and returned in float32; float64 stays float64. Cost O(d), one pass.
+
+        >>> Partition.from_labels([0, 1, 0]).block_sum(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([4., 2.])
         """
         dtype = torch.float32 if x.is_floating_point() and x.element_size() < 4 else None
         return self._reduce(x, lambda blocks: blocks.sum(-1, dtype=dtype))
@@ -233,7 +241,11 @@ class Partition:
         return self._reduce(x, var)
 
     def expand(self, y: Tensor) -> Tensor:
-        """Repeat each block's value over its entries: (..., L) → (..., d). The adjoint of `block_sum`."""
+        """Repeat each block's value over its entries: (..., L) → (..., d). The adjoint of `block_sum`.
+
+        >>> Partition.from_labels([0, 1, 0]).expand(torch.tensor([4.0, 2.0]))
+        tensor([4., 2., 4.])
+        """
         require_last(y, self.num_blocks, "y", "Partition.expand", "block")
         if self._labels is not None:
             return y.index_select(-1, self._labels_on(y.device))

@@ -28,15 +28,21 @@ VARIANTS = ("paper", "consistent", "weighted")
 class AdaGradBMA(CorrectedOptimizer):
     """AdaGrad that accounts for the dependency between blocks of parameters (Algorithm 1 of the paper).
 
+    With r = Σ g² over steps, z = √(r + ε), and one number c_i per block from the block sums of gradients:
+
+        δ = g/z + w c_i,     θ ← θ − η δ
+
+    w is z^-½, or √r z^-½ with variant "weighted". Without the correction c this is diagonal AdaGrad.
+
     Args:
         params: parameters, (name, parameter) pairs, or dicts of groups, as for any torch optimizer.
-        lr: learning rate, a number or a tensor with one element.  # η
+        lr: learning rate η, a number or a tensor with one element.
         variant: "paper" (Algorithm 1 as printed), "consistent" (block sums of the scaled gradient, which makes the
             preconditioner symmetric positive definite and independent of the scale of the loss) or "weighted" (blocks
             weighted by their own scale, diagonal kept).
         partition: how to cut parameters into blocks, see `Partition.of`; the paper uses "tensor".
         coupling: which blocks share one matrix: "all", those of one "module", or "none".
-        eps: added to the sum of squares inside the root.  # ε
+        eps: ε, added to the sum of squares inside the root.
         eigenvalue_floor: smallest eigenvalue of A. None means 0.1, or 1.0 for "weighted"; the authors used 1e-10.
         refresh_every: recompute the root of A once in this many steps; all sums are updated in every step.
         lr_decay, initial_accumulator_value, weight_decay, maximize: as in `torch.optim.Adagrad`.

@@ -23,18 +23,25 @@ FULL_LIMIT = 2**30
 class AdaGradFull(BlockMeanOptimizer):
     """AdaGrad with the full d×d matrix of each parameter group, which AdaGradBMA approximates.
 
+        H ← H + g gᵀ,     θ ← θ − η H^-½ g          (equation 11 of the paper)
+
     Every step recomputes the root. A stale root would multiply a gradient outside the range of the old H by
     eigenvalue_floor^-½, and training would explode.
 
     Args:
         params: parameters, (name, parameter) pairs, or dicts of groups; H never crosses groups.
-        lr: learning rate.  # η
+        lr: learning rate η.
         eigenvalue_floor: smallest eigenvalue of H.
         max_bytes: refuse parameters whose H needs more; None means no limit.
         lr_decay, weight_decay, maximize: as in `torch.optim.Adagrad`.
         nonfinite: "raise" or "skip", as in `AdaGradBMA`.
 
     Cost O(d³) per step; state d² numbers in float64.
+
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = AdaGradFull(model.parameters(), lr=0.1)
+    >>> model(torch.ones(3)).square().sum().backward()
+    >>> optimizer.step()
     """
 
     not_negative = ("lr", "weight_decay", "lr_decay")

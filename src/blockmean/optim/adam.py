@@ -29,11 +29,17 @@ class AdamBMA(CorrectedOptimizer):
     sign. Adam treats them as independent signals and steps too far along their sum. A_ii measures by how much, and the
     correction shortens the step in that direction only.
 
+    With AdamW's averages m̂ of g and r̂ of g², ζ = √r̂ and z = ζ + ε:
+
+        δ = κ_i m̂/z + ζ z^-½ c_i,     θ ← θ − η (weight_decay · θ + δ)
+
+    c_i shortens the step along what block i shares, and κ_i ≥ 1 lengthens it in the rest; where A = I, c = 0 and κ = 1.
+
     Args:
         params: parameters, (name, parameter) pairs, or dicts of groups, as for any torch optimizer.
-        lr: learning rate, a number or a tensor with one element.  # η
-        betas: decay of the averages of the gradient and of its square.  # β₁, β₂
-        eps: added to the root of the average square.  # ε
+        lr: learning rate η, a number or a tensor with one element.
+        betas: β₁, β₂, decay of the averages of the gradient and of its square.
+        eps: ε, added to the root of the average square.
         weight_decay: decoupled, as in `torch.optim.AdamW`.
         partition: how to cut parameters into blocks, see `Partition.of`.
         coupling: which blocks share one matrix: "none", those of one "module", or "all".

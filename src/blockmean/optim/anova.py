@@ -146,22 +146,29 @@ class Anova(BlockMeanOptimizer):
     Adam scales entries one by one and cannot see it; here every such mean has a scale of its own. Memory is that of
     Adam plus O(k (O + I)) per matrix. Tensors with one dim, and matrices with a single unit or input, take AdamW.
 
+    The gradient G (O units, I inputs) of a weight is split with orthonormal U (O×k) and V (I×k), which it learns, into
+    grand means K, means per unit R, means per input L and the remainder E:
+
+        G = U K Vᵀ + R Vᵀ + U L + E
+
+    Each of the four parts takes the step m / (√v + ε) of an Adam of its own, projected back into the part.
+
     Args:
         params: parameters, (name, parameter) pairs, or dicts of groups, as for any torch optimizer.
-        lr: learning rate, a number or a tensor with one element.  # η
-        betas: decay of the averages of the gradient and of the square of its remainder.  # β₁, β₂
-        mean_beta: decay of the averages of squared means.  # β_m
-        means: columns of U (taken over the units, which gives means per input) and of V (over the inputs: means per
-            unit), one number for both or a pair; "auto" takes twice the root of the shorter side, 32 at most, and none
-            for sides shorter than 4. 0 gives torch's AdamW. A new number starts the means over.  # k
-        refresh_every: turn U and V once in this many steps; they see every gradient.  # T
-        eps: added to the root of every average square.  # ε
+        lr: learning rate η, a number or a tensor with one element.
+        betas: β₁, β₂, decay of the averages of the gradient and of the square of its remainder.
+        mean_beta: β_m, decay of the averages of squared means.
+        means: k, columns of U (taken over the units, which gives means per input) and of V (over the inputs: means
+            per unit), one number for both or a pair; "auto" takes twice the root of the shorter side, 32 at most, and
+            none for sides shorter than 4. 0 gives torch's AdamW. A new number starts the means over.
+        refresh_every: T, turn U and V once in this many steps; they see every gradient.
+        eps: ε, added to the root of every average square.
         weight_decay: decoupled, as in `torch.optim.AdamW`.
         maximize: step uphill.
         nonfinite: what to do about a NaN or infinite gradient: "raise" (before anything changes) or "skip" the step.
 
     `fused=None` takes compiled kernels wherever they can serve, `fused=False` torch's operations, in batches of equal
-    shapes; `foreach` then concerns the tensors that take AdamW. There is no `amsgrad`.
+    shapes; `foreach` then concerns the tensors that take AdamW. `amsgrad` must be False.
 
     Cost O(k d) per step; state 2d + O(k (O + I)) numbers.
 
@@ -490,6 +497,13 @@ class Anova(BlockMeanOptimizer):
         """How much of the gradient is means: one entry per matrix with means, in order.
 
         Costs one pass over the second moments, and only when called. If parameters are sharded, all processes call it.
+
+        >>> layer = torch.nn.Linear(8, 4)
+        >>> optimizer = Anova(layer.named_parameters(), means=1)
+        >>> layer(torch.ones(8)).sum().backward()  # a gradient of ones is its own mean
+        >>> optimizer.step()
+        >>> [(matrix.parameter, round(matrix.shares.grand, 6)) for matrix in optimizer.block_statistics()]
+        [('weight', 1.0)]
         """
         found, energies = [], []
         for number, group in enumerate(self.param_groups):

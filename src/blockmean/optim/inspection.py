@@ -27,6 +27,7 @@ class BlockStatistics:
     coupling: str
     """"all", "none", or the name of the module whose blocks these are."""
     names: list[str]
+    """Of the blocks."""
     parameters: list[str]
     """The parameter of each block, or the name of the group that merged parameters belong to."""
     sizes: Tensor
@@ -36,7 +37,9 @@ class BlockStatistics:
     eigenvalues: Tensor
     """Of A, ascending, (L,)."""
     common: Tensor | None
+    """The uncorrected step along what a block's entries share, (L,); None before a step."""
     change: Tensor | None
+    """What the correction added to it, (L,); None before a step."""
     is_normalised: bool = False
     """Whether A_ii is measured in units of the gradient's own size, entry by entry."""
 
@@ -119,12 +122,13 @@ class MeanStatistics:
     group: int
     """Index of the parameter group."""
     parameter: str
+    """Its name."""
     shape: tuple[int, int]
     """Units and inputs: O, I."""
     num_means: tuple[int, int]
     """Over units and over inputs: k, q."""
     energy: Parts
-    """Mean square of the gradient in each part, summed over the part."""
+    """Mean square of the gradient in each part, summed over the part: `grand`, `per_unit`, `per_input`, `remainder`."""
 
     @property
     def entries(self) -> int:
@@ -227,7 +231,9 @@ class Diagnosis:
     by_parameter: dict[str, float]
     """`share` of each parameter."""
     chance_by_parameter: dict[str, float]
+    """`chance` of each parameter."""
     steps: int
+    """Steps taken so far."""
     switch: str = "correction=False"
     """The option to compare with: it switches off what uses this share."""
 

@@ -53,14 +53,19 @@ DAMPING_RANGE = (1e-3, 1e6)
 class NaturalGradientBMA(BlockMeanOptimizer):
     """Natural gradient descent that accounts for the scale of every block and the dependency between blocks.
 
+        v ← μ v + √τ (F + δτI)⁻¹ g,     θ ← θ − η (v + weight_decay · θ)
+
+    F is the block mean of the empirical Fisher matrix of batch gradients, half an average over recent steps and half
+    over all, and τ = tr F / d its mean eigenvalue.
+
     Args:
         params: parameters, (name, parameter) pairs, or dicts of groups, as for any torch optimizer.
-        lr: learning rate, a number or a tensor with one element: the length of a step per entry, as in Adam.  # η
+        lr: learning rate η, a number or a tensor with one element: the length of a step per entry, as in Adam.
         damping: δ, in units of the mean eigenvalue of F. With 0 the direction of the step does not change when blocks
             are rescaled, but a unit whose gradient is near zero takes a very long step: keep it above 0 in training.
             Large values turn the step into that of SGD.
         beta: decay of the average over recent steps.
-        momentum: momentum of the steps, as in `torch.optim.SGD`.
+        momentum: μ, momentum of the steps, as in `torch.optim.SGD`.
         partition: how to cut parameters into blocks, see `Partition.of`.
         coupling: which blocks share one matrix: "all", those of one "module", or "none".
         adapt_damping: raise or lower the damping after each step with a closure (Levenberg-Marquardt). It compares the

@@ -115,7 +115,12 @@ class Work:
 
 
 class BlockMeanOptimizer(Optimizer):
-    """Parameter groups with blocks. Coupling never crosses groups; each behaves like a separate optimizer."""
+    """A `torch.optim.Optimizer` with blocks. Coupling never crosses groups; each behaves like a separate optimizer.
+
+    Attributes:
+        skipped_steps: how many steps were skipped because a gradient was not finite (nonfinite="skip").
+        diagonal_fallbacks: how many eigendecompositions failed and were replaced by the diagonal step.
+    """
 
     entry_state: ClassVar[tuple[str, ...]] = ()
     """State with one number per entry, in the dtype of the arithmetic."""
@@ -144,8 +149,8 @@ class BlockMeanOptimizer(Optimizer):
     choices: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
-        self.skipped_steps = 0  # steps skipped because a gradient was not finite (nonfinite="skip")
-        self.diagonal_fallbacks = 0  # failed eigendecompositions, replaced by the diagonal step
+        self.skipped_steps = 0
+        self.diagonal_fallbacks = 0
         self._layouts: list[Layout] = []  # one per group
         self._last: dict[int, tuple[Tensor, Tensor]] = {}  # the last step of a group along its blocks
         self._works: dict[int, Work] = {}  # of the last step, by group, if they can serve again

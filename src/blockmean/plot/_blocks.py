@@ -36,9 +36,14 @@ def blocks(
         matrix: (d, d): a dense one, a BlockMean or a Curvature.
         partition: the blocks to mark; those of a BlockMean by default, a single block for a dense matrix.
         ax: where to draw; a new figure by default.
+        title: above the matrix.
         vmax: the value of the darkest colour, by default the largest there is. Values beyond it are cut off.
         grid: whether to draw a thin line around every cell, by default where cells are large enough.
         colorbar: whether to draw the scale next to the matrix.
+
+    >>> M = BlockMean(Partition.from_sizes([2, 1]), lam=[2.0, 3.0], B=[[1.0, 0.5], [0.5, 0.0]])
+    >>> blocks(M, title="3 entries in 2 blocks").get_title()
+    '3 entries in 2 blocks'
     """
     if isinstance(matrix, Curvature):
         matrix = matrix.matrix

@@ -51,8 +51,14 @@ def coupling(
         source: a BlockMean, a Curvature, an optimizer (or a wrapper that holds one as `optimizer`), what its
             `block_statistics()` returns, or one entry of it. At most 4,096 blocks, 100,000 where they are not coupled.
         ax: where to draw the heat map; scale and colour bar lie outside. By default, a new figure of a fitting size.
+        title: above the heat map.
         scale: whether to draw A_ii next to the heat map.
         colorbar: whether to draw the meaning of the colours.
+
+    >>> from blockmean import BlockMean, Partition
+    >>> M = BlockMean(Partition.from_sizes([1, 1]), lam=[4.0, 9.0], B=[[0.0, 3.0], [3.0, 0.0]])
+    >>> coupling(M, title="two blocks").get_title()
+    'two blocks'
     """
     found = block_matrix(source, "plot.coupling")
     L = len(found.names)

@@ -46,6 +46,14 @@ def shares(
         source: an `Anova` (or a wrapper that holds one as `optimizer`), its `block_statistics()`, or entries of them.
         ax: where to draw; the legend lies above. By default, a new figure of a fitting size.
         title: above the legend.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(8, 4)
+    >>> optimizer = Anova(layer.named_parameters())
+    >>> layer(torch.ones(8)).sum().backward()
+    >>> optimizer.step()
+    >>> [label.get_text() for label in shares(optimizer).get_yticklabels()]
+    ['weight']
     """
     found = _statistics(source)
     is_new = ax is None
