@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from blockmean import AdamBMA, Anova, diagnose, param_groups
+from blockmean import AdamBMA, Anova, NaturalGradientBMA, diagnose, param_groups
 from blockmean.plot import CouplingRecorder
 from support.optimizers import CLASSES, Net, assert_same, every_class, loss_of, params_of, stripes, train
 
@@ -138,6 +138,15 @@ def test_lightning_resumes_from_its_checkpoint(case: Any, tmp_path: Path):
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     fit(lightning_module(case, other), tmp_path, epochs=2, resume=tmp_path / "half.ckpt")
     assert_same(params_of(other), params_of(whole))
+
+
+def test_an_adaptable_damping_runs_the_training_step_twice_per_batch(tmp_path: Path):
+    module = lightning_module(lambda params: NaturalGradientBMA(params, lr=0.01, adapt_damping=True), Net())
+    seen: list[int] = []
+    module.net.register_forward_hook(lambda *_: seen.append(1))
+    assert fit(module, tmp_path).global_step == STEPS
+    assert len(seen) == 2 * STEPS
+    assert module.optimizers().param_groups[0]["damping"] != module.optimizers().defaults["damping"]
 
 
 def test_lightning_clips_accumulates_and_casts(tmp_path: Path):
