@@ -1,6 +1,6 @@
 """accelerate with Anova: the optimizer goes through `prepare` like any other.
 
-accelerate launch examples/recipes/accelerate_loop.py, or plain python       needs accelerate
+python examples/recipes/accelerate_loop.py, or torchrun --nproc_per_node 2 …       needs accelerate
 
 The task is made up: learn the classes that a random network gives to random inputs.
 """
