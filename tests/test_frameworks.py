@@ -68,6 +68,26 @@ def test_accelerate_saves_and_loads_the_whole_state(case: Any, accelerate: Modul
     assert_same(params_of(other), params_of(plain))
 
 
+@every_class
+def test_accelerate_knows_which_steps_its_scaler_has_left_out(case: Any, accelerate: ModuleType):
+    plain, model = Net(), Net()
+    own, by_hand = case(param_groups(model, 0.1)), case(param_groups(plain, 0.1))
+    accelerate.Accelerator(cpu=True)  # the wrapper below asks for its state
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = accelerate.optimizer.AcceleratedOptimizer(own, device_placement=False, scaler=scaler)
+    for t in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, t)).backward()
+        if t == 2:
+            model.head.weight.grad[0, 0] = torch.inf
+        optimizer.step()
+        assert optimizer.step_was_skipped == (t == 2)
+        if t != 2:
+            train(plain, by_hand, range(t, t + 1))
+    assert_same(params_of(model), params_of(plain))  # the scale is a power of two: no rounding
+    assert own.skipped_steps == 0
+
+
 def test_blocks_that_only_the_model_knows_survive_prepare(accelerate: ModuleType):
     model = nn.Sequential(nn.ConvTranspose2d(3, 2, 2))
     optimizer = AdamBMA(param_groups(model), partition=lambda name, param: stripes(name, param))
