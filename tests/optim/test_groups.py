@@ -43,6 +43,12 @@ def test_weights_with_two_or_more_dims_decay_and_nothing_else():
     assert set(found.values()) == {0.1, 0.0}
 
 
+def test_norms_of_other_packages_are_known_by_their_names():
+    for name, decays in (("WideRMSNorm", False), ("SyncBatchNorm3d", False), ("NormalizedLinear", True)):
+        kind = type(name, (nn.Linear,), {})
+        assert bool(decay_of(param_groups(kind(2, 2), 0.1))["weight"]) == decays
+
+
 def test_embeddings_decay_if_asked():
     rule, asked = (decay_of(param_groups(Everything(), 0.1, embeddings=flag)) for flag in (False, True))
     assert {name for name in rule if rule[name] != asked[name]} == {"embed.weight", "bag.weight"}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import Tensor, nn
 
 from blockmean._checks import require, require_number
 from blockmean.blocks import NamedParameters, outputs_of
+
+NORM = re.compile(r"Norm(\dd)?$")  # in the names of classes: LayerNorm, BatchNorm2d, and those of other packages
 
 
 def param_groups(model: nn.Module, weight_decay: float = 0.01, *, embeddings: bool = False) -> list[dict[str, Any]]:
@@ -34,7 +37,7 @@ def param_groups(model: nn.Module, weight_decay: float = 0.01, *, embeddings: bo
     exempt: set[Tensor] = set()
     for module in model.modules():
         is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        if "Norm" in type(module).__name__ or (is_embedding and not embeddings):
+        if NORM.search(type(module).__name__) or (is_embedding and not embeddings):
             exempt.update(module.parameters(recurse=False))
     outputs = outputs_of(model)
     decayed, plain = NamedParameters(outputs), NamedParameters(outputs)
