@@ -59,7 +59,7 @@ def test_the_source_distribution_has_every_tracked_file_and_tests_run_from_it(so
     assert {name for name in names if not MADE.fullmatch(name)} == set(tracked())
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     env = {**os.environ, "PYTHONPATH": str(unpacked / "src"), "OMP_NUM_THREADS": "1"}
-    some = ["tests/lab/test_spec.py", "tests/algebra/test_partition.py", "tests/test_recipes.py", "tests/test_sdist.py"]
+    some = [f"tests/{name}.py" for name in ("lab/test_spec", "test_architecture", "test_recipes", "test_sdist")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", *some]
     done = subprocess.run(command, capture_output=True, text=True, cwd=unpacked, env=env, check=False)
     assert done.returncode == 0, done.stdout
