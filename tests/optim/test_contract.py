@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.testing._internal.common_optimizers import get_error_inputs_for_all_optims
 
 from support.optimizers import (
@@ -281,6 +281,26 @@ def test_schedulers_set_the_learning_rate(case, name, as_tensor):
     twin, by_hand = pair(case)
     for t, rate in enumerate(rates):
         by_hand.param_groups[0]["lr"] = rate
+        train(twin, by_hand, range(t, t + 1))
+    assert_same(params_of(model), params_of(twin))
+
+
+@every_class
+def test_one_cycle_also_moves_the_momentum(case):
+    if case.option("betas") is None and case.option("momentum") is None:
+        pytest.skip("it has no momentum")
+    model, optimizer = pair(case)
+    cycle = OneCycleLR(optimizer, 0.08, total_steps=7)
+    key = "betas" if "betas" in optimizer.defaults else "momentum"
+    options = []
+    for t in range(6):
+        options.append({name: optimizer.param_groups[0][name] for name in ("lr", key)})
+        train(model, optimizer, range(t, t + 1))
+        cycle.step()
+    assert len({option[key] for option in options}) > 2
+    twin, by_hand = pair(case)
+    for t, option in enumerate(options):
+        by_hand.param_groups[0].update(option)
         train(twin, by_hand, range(t, t + 1))
     assert_same(params_of(model), params_of(twin))
 

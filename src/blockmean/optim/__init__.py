@@ -4,6 +4,7 @@ from blockmean.optim.adagrad import AdaGradBMA
 from blockmean.optim.adagrad_full import AdaGradFull
 from blockmean.optim.adam import AdamBMA
 from blockmean.optim.anova import Anova
+from blockmean.optim.groups import param_groups
 from blockmean.optim.inspection import BlockStatistics, Diagnosis, MeanStatistics, diagnose
 from blockmean.optim.natural import NaturalGradientBMA
 
@@ -17,4 +18,5 @@ __all__ = [
     "MeanStatistics",
     "NaturalGradientBMA",
     "diagnose",
+    "param_groups",
 ]

@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from blockmean._checks import require, require_choice, require_number
 from blockmean._linalg import home_of
-from blockmean.blocks import BY, By, TensorBlocks, cut, outputs_of
+from blockmean.blocks import BY, By, NamedParameters, TensorBlocks, cut, outputs_of
 from blockmean.optim import native, sharding
 from blockmean.optim.inspection import BlockStatistics, eigenvalues_of
 from blockmean.optim.layout import COUPLINGS, MATRIX_LIMIT, Component, Layout, Piece, Pieces
@@ -531,9 +531,12 @@ class BlockMeanOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, or a module, optionally with its own partition, coupling and other options."""
         outputs: dict[Tensor, int | Tensor] = {}
-        if isinstance(param_group, dict) and isinstance(param_group.get("params"), nn.Module):
-            outputs = outputs_of(param_group["params"])
-            param_group = {**param_group, "params": list(param_group["params"].named_parameters())}
+        params = param_group.get("params") if isinstance(param_group, dict) else None
+        if isinstance(params, nn.Module):
+            outputs = outputs_of(params)
+            param_group = {**param_group, "params": list(params.named_parameters())}
+        elif isinstance(params, NamedParameters):
+            outputs = params.outputs
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
