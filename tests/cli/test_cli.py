@@ -36,6 +36,17 @@ def test_version():
     assert result.output == f"blockmean {blockmean.__version__}\n"
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["bench", "race", "--help"]])
+def test_help_imports_nothing_that_takes_seconds(arguments: list[str]):
+    code = (
+        "import sys; from blockmean.cli import app; app(standalone_mode=False); "
+        "print('loaded:', *{'torch', 'matplotlib', 'scipy', 'numpy'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert len(result.stdout.splitlines()) > 1
+    assert result.stdout.splitlines()[-1].split() == ["loaded:"]
+
+
 def test_without_a_command_it_shows_help():
     assert "reproduce" in run(cli.app, []).output
 
@@ -171,12 +182,13 @@ def test_the_report_names_records_that_cannot_be_used(tmp_path: Path):
         assert path.name in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("command", ["reproduce", "report", "train", "inspect"])
-def test_help_is_complete_at_80_columns(command: str):
-    overview = run(cli.app, ["--help"], env={"COLUMNS": "80"}).output
-    own = run(cli.app, [command, "--help"], env={"COLUMNS": "80"}).output
+def test_help_is_complete(command: str, columns: int):
+    overview = run(cli.app, ["--help"], env={"COLUMNS": str(columns)}).output
+    own = run(cli.app, [command, "--help"], env={"COLUMNS": str(columns)}).output
     for text in (overview, own):
-        assert max(map(len, text.splitlines())) <= 80
+        assert max(map(len, text.splitlines())) <= columns
         assert "…" not in text
         assert "..." not in text.partition("\n")[2].replace("parts...", "")
     assert command in overview

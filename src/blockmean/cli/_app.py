@@ -16,7 +16,8 @@ except ModuleNotFoundError as missing:  # the core needs torch alone
 
 from blockmean import __version__
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+WIDE_HELP = {"max_content_width": 120}  # the lines of a help text fill the window up to here; the default is 80
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, context_settings=WIDE_HELP)
 console = Console(markup=False, highlight=False)  # brackets in names and paths are no markup
 errors = Console(markup=False, highlight=False, stderr=True)
 
