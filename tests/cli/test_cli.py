@@ -304,7 +304,8 @@ def test_the_quick_profile_from_nothing_to_the_report_and_again_from_records(tmp
 
 
 def test_train_shows_how_it_goes_and_leaves_a_plot_and_a_record(tmp_path: Path):
-    command = ["train", "--epochs", "1", "--option", "variant=weighted", "--option", "eps=1e-8", "--out", str(tmp_path)]
+    command = ["train", "--model", "small", "--optimizer", "AdaGradBMA", "--epochs", "1", "--out", str(tmp_path)]
+    command += ["--option", "variant=weighted", "--option", "eps=1e-8"]
     result = run(cli.app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "test error" in result.output
@@ -327,7 +328,15 @@ def test_train_says_that_a_run_diverged(tmp_path: Path):
         (["--option", "variant=best"], "variant"),
         (["--option", "speed=3"], "speed"),
         (["--optimizer", "Lion"], "optimizer must be one of"),
-        (["--model", "huge"], "model must be one of"),
+        (["--optimizer", "AdamW", "--compare", "SGD"], "Give --optimizer or --compare, not both."),
+        (["--compare", "AdamW,Lion"], "optimizer must be one of"),
+        (["--compare", ","], "--compare needs names of optimizers. There are Adagrad, "),
+        (["--compare", "Anova,SGD", "--option", "means=1"], "means"),
+        (["--optimizer", "AdaGradFull"], "AdaGradFull would need"),
+        (["--model", "huge"], "model must be one of small, large, mlp, cnn, convnet, resnet, module:function."),
+        (["--model", "no_such_module:build"], "cannot be imported: No module named 'no_such_module'"),
+        (["--model", "torch.nn:Linear"], "or a function without arguments that returns one"),
+        (["--model", "torch.nn:Identity"], "optimizer got an empty parameter list"),
         (["--inputs", "grey"], "inputs must be one of"),
         (["--lr", "inf"], "lr must be a finite number. Got inf instead."),
         (["--lr", "nan"], "lr must be a finite number. Got nan instead."),
@@ -361,17 +370,108 @@ def test_train_looks_for_the_data_before_it_draws_a_bar(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(
     ("optimizer", "given", "rate"),
-    [("AdaGradBMA", [], 0.1), ("AdamBMA", [], 0.01), ("AdamW", [], 0.01), ("AdamBMA", ["--lr", "0.003"], 0.003)],
+    [("AdaGradBMA", [], 0.01), ("AdamBMA", [], 0.003), ("AdamW", [], 0.003), ("AdamBMA", ["--lr", "0.001"], 0.001)],
 )
 def test_train_takes_a_learning_rate_that_suits_the_optimizer(
     optimizer: str, given: list[str], rate: float, tmp_path: Path
 ):
-    command = ["train", "--optimizer", optimizer, *given, "--epochs", "1", "--batch", "1000", "--out", str(tmp_path)]
+    command = ["train", "--model", "mlp", "--optimizer", optimizer, *given, "--epochs", "1", "--batch", "1000"]
+    command += ["--out", str(tmp_path)]
     result = run(cli.app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     (record,) = tmp_path.glob("*.json")
     assert json.loads(record.read_text())["spec"]["lr"] == rate
     assert f"{optimizer} (lr {rate:g})" in result.output
+
+
+@pytest.mark.slow  # what a user sees first
+def test_a_first_call_ends_with_a_good_test_error(tmp_path: Path):
+    result = run(cli.app, ["train", "--epochs", "2", "--out", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    (record,) = tmp_path.glob("*.json")
+    assert json.loads(record.read_text())["test_error"] < 0.05  # of 1,000 digits; chance is 0.9
+
+
+def test_compare_trains_several_optimizers_on_the_same_batches(tmp_path: Path):
+    command = [
+        "train",
+        "--compare",
+        "AdamW,Anova, AdamW,SGD",
+        "--model",
+        "mlp",
+        "--epochs",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    result = run(cli.app, command, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("digits-mlp-*.json")]
+    assert sorted(record["spec"]["optimizer"] for record in records) == ["AdamW", "Anova", "SGD"]
+    assert len({record["losses"][0] for record in records}) == 1  # same weights, same first batch
+    assert len({record["losses"][-1] for record in records}) == 3
+    assert "…" not in result.output
+    for record in records:
+        assert f"{record['test_error']:.2%}" in result.output
+        assert f"{record['train_loss']:.4f}" in result.output
+    (picture,) = tmp_path.glob("compare-digits-mlp-*.svg")
+    assert {path.suffix for path in tmp_path.glob("compare-*")} == {".png", ".svg"}
+    assert str(picture) in result.output.replace("\n", "")
+
+
+def test_compare_names_the_run_that_diverged(tmp_path: Path):
+    command = ["train", "--compare", "SGD,AdamW", "--lr", "1e30", "--model", "mlp", "--batch", "1000", "--epochs", "1"]
+    result = run(cli.app, [*command, "--out", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "SGD: diverged at step" in result.output
+    assert list(tmp_path.glob("compare-*.png"))
+
+
+OWN_MODELS = """
+from torch import nn
+
+class Flat(nn.Module):
+    def __init__(self, classes=10):
+        super().__init__()
+        self.linear = nn.Linear(784, classes)
+
+    def forward(self, x):
+        return self.linear(x.view(len(x), -1))
+
+shared = Flat()
+
+def too_few():
+    return Flat(2)
+"""
+
+
+@pytest.fixture
+def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A module with models of the user's in the current folder."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_models.py").write_text(OWN_MODELS)
+    yield "own_models"
+    sys.modules.pop("own_models", None)
+
+
+@pytest.mark.parametrize("name", ["Flat", "shared"])
+def test_train_takes_a_model_of_the_users_own(name: str, own_models: str, tmp_path: Path):
+    command = ["train", "--model", f"{own_models}:{name}", "--compare", "AdamW,Anova", "--epochs", "1", "--out", "out"]
+    result = run(cli.app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    records = [json.loads(path.read_text()) for path in (tmp_path / "out").glob(f"digits-own_models-{name}-*.json")]
+    assert len(records) == 2
+    assert len({record["losses"][0] for record in records}) == 1  # the second run starts where the first one started
+
+
+def test_a_model_of_the_users_own_that_does_not_fit_is_refused(own_models: str, tmp_path: Path):
+    command = ["train", "--model", f"{own_models}:too_few", "--out", "out"]
+    result = run(cli.app, command, env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "model 'own_models:too_few', loss 'cross_entropy' and the data" in result.output
+    assert "do not fit together: Target" in result.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_train_shows_a_run_that_diverges_at_once(tmp_path: Path):

@@ -11,6 +11,14 @@ from typing import Annotated
 try:
     import typer
     from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 except ModuleNotFoundError as missing:  # the core needs torch alone
     raise SystemExit(f"The command line needs {missing.name}. In a checkout: pip install '.[lab]'") from missing
 
@@ -50,6 +58,25 @@ def check_folder(path: Path) -> None:
         raise NotADirectoryError(f"{path} cannot be a folder: {existing} is a file. Choose another one.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(f"{path} cannot be written: there is no permission to write to {existing}.")
+
+
+def split_names(given: str | None, between: str = ",") -> list[str] | None:
+    """The names in an option, separated by commas; None if it is not given."""
+    return None if given is None else [name.strip() for name in given.split(between) if name.strip()]
+
+
+def progress(*details: str) -> Progress:
+    """Bars for what takes long, each with its share, the time so far and the time left; `details` are columns."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        *map(TextColumn, details),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+    )
+    return Progress(*columns, console=console, speed_estimate_period=300)
 
 
 def main() -> None:

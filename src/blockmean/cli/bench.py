@@ -6,18 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TaskID
 from rich.table import Table
 
-from blockmean.cli._app import app, check_folder, console, errors, readable_errors
+from blockmean.cli._app import app, check_folder, console, errors, progress, readable_errors, split_names
 
 if TYPE_CHECKING:
     from blockmean.lab.compare import Table as Cells
@@ -79,13 +71,13 @@ def race(
         if list_all:
             _list(profile)
             return
-        chosen = _names(arms)
+        chosen = split_names(arms)
         missing = missing_packages(arm for arm in ARMS if chosen is None or arm in chosen)
         if missing:
             raise SystemExit(
                 f"`blockmean bench race` needs {' and '.join(missing)}. In a checkout: pip install '.[race]'"
             )
-        found = make_race(_names(tasks), chosen, profile, seeds, tuning_seeds, steps)
+        found = make_race(split_names(tasks), chosen, profile, seeds, tuning_seeds, steps)
         records = records or out / "records"
         for folder in (out, records):
             check_folder(folder)
@@ -147,8 +139,8 @@ def step(
             return
         if sweep is not None and sweep not in SWEEPS:
             raise ValueError(f"There is no sweep {sweep!r}. There are {', '.join(SWEEPS)}.")
-        chosen = _names(networks) or list(SWEEPS[sweep] if sweep else NETWORKS)
-        names = _names(optimizers, ";") or list(OF_A_SWEEP[sweep] if sweep else USUAL)
+        chosen = split_names(networks) or list(SWEEPS[sweep] if sweep else NETWORKS)
+        names = split_names(optimizers, ";") or list(OF_A_SWEEP[sweep] if sweep else USUAL)
         unknown = [name for name in names if name not in STEPPERS]
         if unknown:
             raise ValueError(f"There is no optimizer {'; '.join(unknown)}. There are {'; '.join(STEPPERS)}.")
@@ -177,10 +169,6 @@ def step(
     )
 
 
-def _names(given: str | None, between: str = ",") -> list[str] | None:
-    return None if given is None else [name.strip() for name in given.split(between) if name.strip()]
-
-
 def _list(profile: str) -> None:
     """Print the tasks of a profile and the arms with their rates."""
     from blockmean.lab.arms import ARMS
@@ -200,22 +188,14 @@ WIDE = 170
 
 def _run(race: Race, records: Path, data_dir: Path | None, jobs: int, out: Path) -> None:
     """Make the runs that have no record yet, task after task; what is known is written after each."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(elapsed_when_finished=False),
-    )
     studies = race.studies()
-    with Progress(*columns, console=console, speed_estimate_period=300) as progress:
-        bars = [progress.add_task(name, total=study.total_steps(), start=False) for name, study in studies.items()]
-        for bar, (name, study) in zip(bars, studies.items(), strict=True):
-            progress.start_task(bar)
+    with progress() as bars:
+        tasks = [bars.add_task(name, total=study.total_steps(), start=False) for name, study in studies.items()]
+        for bar, (name, study) in zip(tasks, studies.items(), strict=True):
+            bars.start_task(bar)
 
             def show(steps: int, bar: TaskID = bar) -> None:
-                progress.update(bar, completed=steps)
+                bars.update(bar, completed=steps)
 
             study.run(records / name, data_dir, jobs, show)
             _write(race, records, out)

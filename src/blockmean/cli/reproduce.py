@@ -7,20 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
 import blockmean
-from blockmean.cli._app import app, check_folder, console, errors, readable_errors
+from blockmean.cli._app import app, check_folder, console, errors, progress, readable_errors
 
 if TYPE_CHECKING:
     from blockmean.lab.compare import Study
@@ -145,22 +137,13 @@ def _select(parts: list[str] | None) -> list[str]:
 
 def _run(wanted: list[Study], config: ReportConfig, jobs: int) -> None:
     """Make the runs that have no record yet, with a progress bar per study."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(elapsed_when_finished=False),
-    )
-    with Progress(*columns, console=console, speed_estimate_period=300) as progress:
-        bars = {study.name: progress.add_task(study.name, total=study.total_steps(), start=False) for study in wanted}
-        for study in wanted:
-            bar = bars[study.name]
-            progress.start_task(bar)
+    with progress() as bars:
+        tasks = [bars.add_task(study.name, total=study.total_steps(), start=False) for study in wanted]
+        for study, bar in zip(wanted, tasks, strict=True):
+            bars.start_task(bar)
 
             def show(steps: int, bar: TaskID = bar) -> None:
-                progress.update(bar, completed=steps)
+                bars.update(bar, completed=steps)
 
             study.run(config.records / study.name, config.data_dir, jobs, show)
 
@@ -198,7 +181,9 @@ def _report(chosen: list[str], config: ReportConfig) -> None:
 
 def _show(outcomes: dict[str, Outcome]) -> None:
     """Print a table of all claims."""
-    table = Table("part", "claim", "measured", "verdict")
+    table = Table()
+    for header in ("part", "claim", "measured", "verdict"):
+        table.add_column(header, overflow="fold")  # an ellipsis would hide the end of a long name
     for name, outcome in outcomes.items():
         for claim in outcome.claims:
             verdict = Text(str(claim.verdict), style=COLOURS[claim.verdict])
