@@ -34,6 +34,8 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     unusable: list[str] = field(default_factory=list)
     """One sentence for each record that is there and cannot be used."""
+    overview: Picture | None = None
+    """The findings at a glance, for the top of the report."""
 
 
 @dataclass(frozen=True)
