@@ -65,6 +65,15 @@ def test_only_the_parts_that_are_asked_for(tmp_path: Path):
     assert "Theorem 2" in result.output
     assert {path.name for path in tmp_path.iterdir()} == {"fig2.svg", "fig2.png", "report.html", "records"}
     assert f"report: {tmp_path / 'report.html'}" in result.output
+    assert re.search(r"^report +━+ 100%", result.output, re.MULTILINE)  # a bar
+
+
+def test_records_that_are_not_there_are_refused_before_anything_is_drawn(tmp_path: Path):
+    out, records = tmp_path / "out", tmp_path / "none"
+    result = run(cli.app, ["report", "--records", str(records), "--out", str(out)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert f"There is no folder {records}. Give the one that `blockmean reproduce` wrote." in result.output
+    assert not out.exists()
 
 
 def test_pictures_are_the_same_bytes_every_time(tmp_path: Path):
@@ -208,7 +217,8 @@ def test_report_measures_nothing(record: str | None, tmp_path: Path):
         path.write_text(record)
     result = run(cli.app, ["report", "table4", "--out", str(tmp_path)], env={"COLUMNS": "300"})
     assert result.exit_code == 0
-    assert "`blockmean reproduce table4 --profile quick` measures it" in result.output
+    command = f"blockmean reproduce table4 --profile quick --records {tmp_path / 'records'}"
+    assert f"`{command}` measures it" in result.output
     assert (path.read_text() if path.exists() else None) == record
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +14,7 @@ try:
     from rich.progress import (
         BarColumn,
         Progress,
+        TaskID,
         TaskProgressColumn,
         TextColumn,
         TimeElapsedColumn,
@@ -77,6 +78,18 @@ def progress(*details: str) -> Progress:
         TimeRemainingColumn(elapsed_when_finished=False),
     )
     return Progress(*columns, console=console, speed_estimate_period=300)
+
+
+def watch(bars: Progress) -> Callable[[str, int, int], None]:
+    """A function of (what, done, total) that draws a bar for everything it hears of."""
+    tasks: dict[str, TaskID] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=total)
+        bars.update(tasks[what], completed=done, total=total)
+
+    return show
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.progress import TaskID
 from rich.table import Table
 
-from blockmean.cli._app import app, check_folder, console, errors, progress, readable_errors, split_names
+from blockmean.cli._app import app, check_folder, console, errors, progress, readable_errors, split_names, watch
 
 if TYPE_CHECKING:
     from blockmean.lab.compare import Table as Cells
@@ -96,7 +97,9 @@ def race(
     except WorkerKilled as error:
         errors.print(str(error), soft_wrap=True)
         raise typer.Exit(1) from None
-    _show(_write(found, records, out), out)
+    with progress() as bars:
+        written = _write(found, records, out, watch(bars))
+    _show(written, out)
 
 
 @bench.command(short_help="What a step costs beside torch's own optimizers.")
@@ -128,7 +131,18 @@ def step(
     time, and run the same command again to resume. Let nothing else run beside it.
     """
     with readable_errors("bench step"):
-        from blockmean.lab.steps import NETWORKS, OF_A_SWEEP, STEPPERS, SWEEPS, USUAL, network, notes, run, table
+        from blockmean.lab.steps import (
+            NETWORKS,
+            OF_A_SWEEP,
+            STEPPERS,
+            SWEEPS,
+            USUAL,
+            network,
+            notes,
+            run,
+            table,
+            unmeasured,
+        )
         from blockmean.lab.steps import read as read_all
 
         if list_all:
@@ -147,11 +161,17 @@ def step(
         for name in set(chosen) - set(NETWORKS):
             network(name)  # or an error that says which there are
         check_folder(out)
+        total = 0 if show_only else sum(len(unmeasured(out, names, name, threads)) for name in chosen)
     try:
-        for name in chosen if not show_only else []:
-            for optimizer, row in run(out, names, name, threads, repetitions, longest):
-                said = row.get("missing") or f"{row['beside_fused']['median']:.2f} × torch's fused step"
-                console.print(f"{name}, {optimizer}: {said}", soft_wrap=True)
+        with progress() as bars:
+            show, done = watch(bars), 0
+            for name in chosen if total else []:
+                show("measurements", done, total)
+                for optimizer, row in run(out, names, name, threads, repetitions, longest):
+                    said = row.get("missing") or f"{row['beside_fused']['median']:.2f} × torch's fused step"
+                    console.print(f"{name}, {optimizer}: {said}", soft_wrap=True)
+                    done += 1
+                    show("measurements", done, total)
     except KeyboardInterrupt:
         errors.print(f"Stopped. Measurements are in {out}: run the same command again to resume.", soft_wrap=True)
         raise typer.Exit(130) from None
@@ -201,7 +221,9 @@ def _run(race: Race, records: Path, data_dir: Path | None, jobs: int, out: Path)
             _write(race, records, out)
 
 
-def _write(race: Race, records: Path, out: Path) -> list[TaskResult]:
+def _write(
+    race: Race, records: Path, out: Path, show: Callable[[str, int, int], None] = lambda what, done, total: None
+) -> list[TaskResult]:
     """Write race.json and the pictures from the records, finished or not."""
     from blockmean.lab.race import results, save_summary
     from blockmean.lab.race_pictures import draw_overview, draw_task
@@ -209,10 +231,12 @@ def _write(race: Race, records: Path, out: Path) -> list[TaskResult]:
     found = results(race, records)
     save_summary(race, found, out / "race.json")
     ready = [one for one in found if one.arms]
-    for one in ready:
+    for done, one in enumerate(ready):
+        show("pictures", done, len(ready) + 1)
         draw_task(one, out / f"race-{one.name}")
     if ready:
         draw_overview(ready, out / "race")
+        show("pictures", len(ready) + 1, len(ready) + 1)
     return found
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 import blockmean
-from blockmean.cli._app import app, check_folder, console, errors, progress, readable_errors
+from blockmean.cli._app import app, check_folder, console, errors, progress, readable_errors, watch
 
 if TYPE_CHECKING:
     from blockmean.lab.compare import Study
@@ -111,6 +111,8 @@ def report(
         config = replace(_config(profile, out, records, None, seeds, epochs), measure=False)
         chosen = _select(parts)
         check_folder(out)
+        if records is not None and not records.is_dir():
+            raise FileNotFoundError(f"There is no folder {records}. Give the one that `blockmean reproduce` wrote.")
         out.mkdir(parents=True, exist_ok=True)
     _report(chosen, config)
 
@@ -159,14 +161,16 @@ def _report(chosen: list[str], config: ReportConfig) -> None:
     torch.set_num_threads(1)  # faster for small matrices, and rounding does not depend on the number of cores
     outcomes: dict[str, Outcome] = {}
     missing: dict[str, str] = {}
-    with console.status("making the report") as status:
-        for name in chosen:
-            status.update(f"measuring {name}" if name == "table4" and config.measure else f"drawing {name}")
+    with progress() as bars:
+        show = watch(bars)
+        for done, name in enumerate(chosen):
+            show("report", done, len(chosen))
             try:
-                outcomes[name] = PARTS[name](config)
+                outcomes[name] = PARTS[name](replace(config, on_progress=show))
             except (FileNotFoundError, DamagedData) as error:  # the other parts can still be shown
                 missing[name] = str(error)
         path = write_report(outcomes, config, config.out / "report.html", missing)
+        show("report", len(chosen), len(chosen))
     _show(outcomes)
     for name, outcome in outcomes.items():
         for problem in outcome.unusable:

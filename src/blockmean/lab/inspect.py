@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 LARGEST_BATCH = 128
 LEARNING_RATE = 1e-3
+BATCH = 100  # samples of the matrix between two reports of progress; as quick as all at once
+OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,16 @@ class Inspection:
         return {name: _without_nan(value) for name, value in record.items()}
 
 
-def inspect(request: Request, data_dir: Path | None = None, download: bool = False) -> Inspection:
-    """Build the model, train it if asked, and compute the matrix; ValueError if the request cannot be met."""
+def inspect(
+    request: Request,
+    data_dir: Path | None = None,
+    download: bool = False,
+    on_progress: OnProgress = lambda what, done, total: None,
+) -> Inspection:
+    """Build the model, train it if asked, and compute the matrix; ValueError if the request cannot be met.
+
+    `on_progress` is called with (what, done, total) as training and the pass over the samples proceed.
+    """
     if request.matrix not in MATRICES:
         raise ValueError(f"matrix must be one of {', '.join(MATRICES)}. Got {request.matrix!r} instead.")
     for name, least in (("samples", 1), ("train_steps", 0), ("norm_probes", 0)):
@@ -149,9 +159,12 @@ def inspect(request: Request, data_dir: Path | None = None, download: bool = Fal
     # A loss of the user's own may take anything, but fisher and ggn differentiate with respect to the output.
     any_output = request.loss not in LOSSES and request.matrix in ANY_OUTPUT
     check_fit((request.model, model), (request.loss, loss_fn), (inputs[:2], targets[:2]), any_output)
-    _train(model, loss_fn, inputs, targets, request)
+    if request.train_steps:  # what the matrix refuses should not cost the training
+        with torch.random.fork_rng(devices=[]):
+            MATRICES[request.matrix](model.eval(), loss_fn, (inputs[:2], targets[:2]), "all")
+    _train(model, loss_fn, inputs, targets, request, on_progress)
     chosen = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(request.seed))[: request.samples]
-    data = inputs[chosen], targets[chosen]
+    data = _batches(inputs[chosen], targets[chosen], on_progress)
     found = MATRICES[request.matrix](model.eval(), loss_fn, data, blocks, norm_probes=request.norm_probes)
     return Inspection(request, found.matrix, found.report, _rows(found.matrix))
 
@@ -214,17 +227,33 @@ def _model(request: Request, inputs: Tensor) -> nn.Module:
     return own_model(request.model, MODELS)
 
 
-def _train(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Tensor, targets: Tensor, request: Request) -> None:
+def _batches(inputs: Tensor, targets: Tensor, on_progress: OnProgress) -> Iterator[tuple[Tensor, Tensor]]:
+    """The samples in batches, between which progress is reported."""
+    for number, batch in enumerate(zip(inputs.split(BATCH), targets.split(BATCH), strict=True)):
+        on_progress("curvature", number * BATCH, len(inputs))
+        yield batch
+    on_progress("curvature", len(inputs), len(inputs))
+
+
+def _train(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    request: Request,
+    on_progress: OnProgress,
+) -> None:
     """Take some steps of AdamW: curvature at initialisation says little."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     generator = torch.Generator().manual_seed(request.seed)
     size = min(LARGEST_BATCH, len(inputs))
     model.train()
-    for _ in range(request.train_steps):
+    for step in range(request.train_steps):
         batch = torch.randint(len(inputs), (size,), generator=generator)
         optimizer.zero_grad()
         loss_fn(model(inputs[batch]), targets[batch]).backward()
         optimizer.step()
+        on_progress("training", step + 1, request.train_steps)
 
 
 def _rows(matrix: BlockMean) -> list[Row]:

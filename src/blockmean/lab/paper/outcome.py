@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -54,3 +55,5 @@ class ReportConfig:
     """The folder with the project's own records, for studies that this profile does not run."""
     measure: bool = True
     """Whether to take a measurement that has no record yet."""
+    on_progress: Callable[[str, int, int], None] = field(default=lambda what, done, total: None, compare=False)
+    """Called with (what, done, total) while something takes long."""
