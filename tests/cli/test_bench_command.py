@@ -58,6 +58,7 @@ def test_a_race_runs_resumes_and_redraws(tmp_path: Path):
     records[-1].unlink()
     redrawn = race(*arguments, "--draw-only")
     assert redrawn.exit_code == 0
+    assert "pictures ━" in redrawn.output  # a bar
     assert not records[-1].exists()
     assert (tmp_path / "race.json").exists()
 
@@ -67,6 +68,7 @@ def test_a_race_runs_resumes_and_redraws(tmp_path: Path):
     [
         (["--tasks", "mlp,chess"], "There is no task 'chess'. There are mlp-raw; mlp;"),
         (["--arms", "Lion"], "There is no arm 'Lion'. There are AdamW;"),
+        (["--tasks", ","], "Give names, separated by ','. Got ',' instead."),
         (["--profile", "slow"], "profile must be one of quick, full. Got 'slow' instead."),
         (["--seeds", "0"], "--seeds"),
         (["--tuning-seeds", "6"], "--tuning-seeds"),

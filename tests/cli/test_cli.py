@@ -340,7 +340,7 @@ def test_train_says_that_a_run_diverged(tmp_path: Path):
         (["--optimizer", "Lion"], "optimizer must be one of"),
         (["--optimizer", "AdamW", "--compare", "SGD"], "Give --optimizer or --compare, not both."),
         (["--compare", "AdamW,Lion"], "optimizer must be one of"),
-        (["--compare", ","], "--compare needs names of optimizers. There are Adagrad, "),
+        (["--compare", ","], "Give names, separated by ','. Got ',' instead."),
         (["--compare", "Anova,SGD", "--option", "means=1"], "means"),
         (["--optimizer", "AdaGradFull"], "AdaGradFull would need"),
         (["--model", "huge"], "model must be one of small, large, mlp, cnn, convnet, resnet, module:function."),

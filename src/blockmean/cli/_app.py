@@ -62,8 +62,13 @@ def check_folder(path: Path) -> None:
 
 
 def split_names(given: str | None, between: str = ",") -> list[str] | None:
-    """The names in an option, separated by commas; None if it is not given."""
-    return None if given is None else [name.strip() for name in given.split(between) if name.strip()]
+    """The names in an option, each once; None if it is not given, ValueError if it has none."""
+    if given is None:
+        return None
+    found = list(dict.fromkeys(name.strip() for name in given.split(between) if name.strip()))
+    if not found:
+        raise ValueError(f"Give names, separated by {between!r}. Got {given!r} instead.")
+    return found
 
 
 def progress(*details: str) -> Progress:
@@ -77,7 +82,8 @@ def progress(*details: str) -> Progress:
         TextColumn("left:"),
         TimeRemainingColumn(elapsed_when_finished=False),
     )
-    return Progress(*columns, console=console, speed_estimate_period=300)
+    # Drawn twice a second, not ten times: some of what a bar shows is a measurement of time.
+    return Progress(*columns, console=console, speed_estimate_period=300, refresh_per_second=2)
 
 
 def watch(bars: Progress) -> Callable[[str, int, int], None]:

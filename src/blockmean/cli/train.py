@@ -67,9 +67,7 @@ def train(
         # Everything that can be wrong is found before the bar is drawn, and before hours of training are lost.
         if optimizer is not None and compare is not None:
             raise ValueError("Give --optimizer or --compare, not both.")
-        chosen = list(dict.fromkeys(split_names(compare) or [])) if compare is not None else [optimizer or "Anova"]
-        if not chosen:
-            raise ValueError(f"--compare needs names of optimizers. There are {', '.join(OPTIMIZERS)}.")
+        chosen = split_names(compare) or [optimizer or "Anova"]
         steps = epochs * steps_per_epoch(dataset, batch)
         specs = []
         for name in chosen:
