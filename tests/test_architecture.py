@@ -112,7 +112,7 @@ def test_importing_blockmean_loads_torch_and_nothing_heavy_beyond_it() -> None:
     # torch imports numpy itself if it is installed, so count only new modules.
     code = (
         "import sys, torch; packages = lambda: {name.partition('.')[0] for name in sys.modules}; "
-        "before = packages(); import blockmean; print(*packages() - before)"
+        "before = packages(); from blockmean import *; print(*packages() - before)"
     )
     result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     loaded = set(result.stdout.split())
@@ -125,6 +125,19 @@ def test_importing_blockmean_works_where_torch_is_all_there_is() -> None:
     # torch warns if numpy is missing; that is not ours to test.
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_importing_blockmean_alone_leaves_torch_for_later() -> None:
+    code = "import sys, blockmean; print('torch' in sys.modules); blockmean.Anova; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "True"]
+
+
+def test_names_are_found_when_they_are_used_and_only_those_that_exist() -> None:
+    assert set(blockmean.__all__) <= set(dir(blockmean))
+    assert inspect.ismodule(blockmean.optim)
+    with pytest.raises(AttributeError, match="module 'blockmean' has no attribute 'Lion'"):
+        blockmean.Lion  # noqa: B018
 
 
 @pytest.mark.parametrize("name", [name for name in blockmean.__all__ if name != "__version__"])

@@ -36,6 +36,17 @@ def test_version():
     assert result.output == f"blockmean {blockmean.__version__}\n"
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["bench", "race", "--help"]])
+def test_help_imports_nothing_that_takes_seconds(arguments: list[str]):
+    code = (
+        "import sys; from blockmean.cli import app; app(standalone_mode=False); "
+        "print('loaded:', *{'torch', 'matplotlib', 'scipy', 'numpy'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert len(result.stdout.splitlines()) > 1
+    assert result.stdout.splitlines()[-1].split() == ["loaded:"]
+
+
 def test_without_a_command_it_shows_help():
     assert "reproduce" in run(cli.app, []).output
 
@@ -54,6 +65,15 @@ def test_only_the_parts_that_are_asked_for(tmp_path: Path):
     assert "Theorem 2" in result.output
     assert {path.name for path in tmp_path.iterdir()} == {"fig2.svg", "fig2.png", "report.html", "records"}
     assert f"report: {tmp_path / 'report.html'}" in result.output
+    assert re.search(r"^report +━+ 100%", result.output, re.MULTILINE)  # a bar
+
+
+def test_records_that_are_not_there_are_refused_before_anything_is_drawn(tmp_path: Path):
+    out, records = tmp_path / "out", tmp_path / "none"
+    result = run(cli.app, ["report", "--records", str(records), "--out", str(out)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert f"There is no folder {records}. Give the one that `blockmean reproduce` wrote." in result.output
+    assert not out.exists()
 
 
 def test_pictures_are_the_same_bytes_every_time(tmp_path: Path):
@@ -171,12 +191,13 @@ def test_the_report_names_records_that_cannot_be_used(tmp_path: Path):
         assert path.name in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("command", ["reproduce", "report", "train", "inspect"])
-def test_help_is_complete_at_80_columns(command: str):
-    overview = run(cli.app, ["--help"], env={"COLUMNS": "80"}).output
-    own = run(cli.app, [command, "--help"], env={"COLUMNS": "80"}).output
+def test_help_is_complete(command: str, columns: int):
+    overview = run(cli.app, ["--help"], env={"COLUMNS": str(columns)}).output
+    own = run(cli.app, [command, "--help"], env={"COLUMNS": str(columns)}).output
     for text in (overview, own):
-        assert max(map(len, text.splitlines())) <= 80
+        assert max(map(len, text.splitlines())) <= columns
         assert "…" not in text
         assert "..." not in text.partition("\n")[2].replace("parts...", "")
     assert command in overview
@@ -196,7 +217,8 @@ def test_report_measures_nothing(record: str | None, tmp_path: Path):
         path.write_text(record)
     result = run(cli.app, ["report", "table4", "--out", str(tmp_path)], env={"COLUMNS": "300"})
     assert result.exit_code == 0
-    assert "`blockmean reproduce table4 --profile quick` measures it" in result.output
+    command = f"blockmean reproduce table4 --profile quick --records {tmp_path / 'records'}"
+    assert f"`{command}` measures it" in result.output
     assert (path.read_text() if path.exists() else None) == record
 
 
@@ -292,7 +314,8 @@ def test_the_quick_profile_from_nothing_to_the_report_and_again_from_records(tmp
 
 
 def test_train_shows_how_it_goes_and_leaves_a_plot_and_a_record(tmp_path: Path):
-    command = ["train", "--epochs", "1", "--option", "variant=weighted", "--option", "eps=1e-8", "--out", str(tmp_path)]
+    command = ["train", "--model", "small", "--optimizer", "AdaGradBMA", "--epochs", "1", "--out", str(tmp_path)]
+    command += ["--option", "variant=weighted", "--option", "eps=1e-8"]
     result = run(cli.app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "test error" in result.output
@@ -315,7 +338,15 @@ def test_train_says_that_a_run_diverged(tmp_path: Path):
         (["--option", "variant=best"], "variant"),
         (["--option", "speed=3"], "speed"),
         (["--optimizer", "Lion"], "optimizer must be one of"),
-        (["--model", "huge"], "model must be one of"),
+        (["--optimizer", "AdamW", "--compare", "SGD"], "Give --optimizer or --compare, not both."),
+        (["--compare", "AdamW,Lion"], "optimizer must be one of"),
+        (["--compare", ","], "Give names, separated by ','. Got ',' instead."),
+        (["--compare", "Anova,SGD", "--option", "means=1"], "means"),
+        (["--optimizer", "AdaGradFull"], "AdaGradFull would need"),
+        (["--model", "huge"], "model must be one of small, large, mlp, cnn, convnet, resnet, module:function."),
+        (["--model", "no_such_module:build"], "cannot be imported: No module named 'no_such_module'"),
+        (["--model", "torch.nn:Linear"], "or a function without arguments that returns one"),
+        (["--model", "torch.nn:Identity"], "optimizer got an empty parameter list"),
         (["--inputs", "grey"], "inputs must be one of"),
         (["--lr", "inf"], "lr must be a finite number. Got inf instead."),
         (["--lr", "nan"], "lr must be a finite number. Got nan instead."),
@@ -349,17 +380,108 @@ def test_train_looks_for_the_data_before_it_draws_a_bar(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(
     ("optimizer", "given", "rate"),
-    [("AdaGradBMA", [], 0.1), ("AdamBMA", [], 0.01), ("AdamW", [], 0.01), ("AdamBMA", ["--lr", "0.003"], 0.003)],
+    [("AdaGradBMA", [], 0.01), ("AdamBMA", [], 0.003), ("AdamW", [], 0.003), ("AdamBMA", ["--lr", "0.001"], 0.001)],
 )
 def test_train_takes_a_learning_rate_that_suits_the_optimizer(
     optimizer: str, given: list[str], rate: float, tmp_path: Path
 ):
-    command = ["train", "--optimizer", optimizer, *given, "--epochs", "1", "--batch", "1000", "--out", str(tmp_path)]
+    command = ["train", "--model", "mlp", "--optimizer", optimizer, *given, "--epochs", "1", "--batch", "1000"]
+    command += ["--out", str(tmp_path)]
     result = run(cli.app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     (record,) = tmp_path.glob("*.json")
     assert json.loads(record.read_text())["spec"]["lr"] == rate
     assert f"{optimizer} (lr {rate:g})" in result.output
+
+
+@pytest.mark.slow  # what a user sees first
+def test_a_first_call_ends_with_a_good_test_error(tmp_path: Path):
+    result = run(cli.app, ["train", "--epochs", "2", "--out", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    (record,) = tmp_path.glob("*.json")
+    assert json.loads(record.read_text())["test_error"] < 0.05  # of 1,000 digits; chance is 0.9
+
+
+def test_compare_trains_several_optimizers_on_the_same_batches(tmp_path: Path):
+    command = [
+        "train",
+        "--compare",
+        "AdamW,Anova, AdamW,SGD",
+        "--model",
+        "mlp",
+        "--epochs",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    result = run(cli.app, command, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("digits-mlp-*.json")]
+    assert sorted(record["spec"]["optimizer"] for record in records) == ["AdamW", "Anova", "SGD"]
+    assert len({record["losses"][0] for record in records}) == 1  # same weights, same first batch
+    assert len({record["losses"][-1] for record in records}) == 3
+    assert "…" not in result.output
+    for record in records:
+        assert f"{record['test_error']:.2%}" in result.output
+        assert f"{record['train_loss']:.4f}" in result.output
+    (picture,) = tmp_path.glob("compare-digits-mlp-*.svg")
+    assert {path.suffix for path in tmp_path.glob("compare-*")} == {".png", ".svg"}
+    assert str(picture) in result.output.replace("\n", "")
+
+
+def test_compare_names_the_run_that_diverged(tmp_path: Path):
+    command = ["train", "--compare", "SGD,AdamW", "--lr", "1e30", "--model", "mlp", "--batch", "1000", "--epochs", "1"]
+    result = run(cli.app, [*command, "--out", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "SGD: diverged at step" in result.output
+    assert list(tmp_path.glob("compare-*.png"))
+
+
+OWN_MODELS = """
+from torch import nn
+
+class Flat(nn.Module):
+    def __init__(self, classes=10):
+        super().__init__()
+        self.linear = nn.Linear(784, classes)
+
+    def forward(self, x):
+        return self.linear(x.view(len(x), -1))
+
+shared = Flat()
+
+def too_few():
+    return Flat(2)
+"""
+
+
+@pytest.fixture
+def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A module with models of the user's in the current folder."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_models.py").write_text(OWN_MODELS)
+    yield "own_models"
+    sys.modules.pop("own_models", None)
+
+
+@pytest.mark.parametrize("name", ["Flat", "shared"])
+def test_train_takes_a_model_of_the_users_own(name: str, own_models: str, tmp_path: Path):
+    command = ["train", "--model", f"{own_models}:{name}", "--compare", "AdamW,Anova", "--epochs", "1", "--out", "out"]
+    result = run(cli.app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    records = [json.loads(path.read_text()) for path in (tmp_path / "out").glob(f"digits-own_models-{name}-*.json")]
+    assert len(records) == 2
+    assert len({record["losses"][0] for record in records}) == 1  # the second run starts where the first one started
+
+
+def test_a_model_of_the_users_own_that_does_not_fit_is_refused(own_models: str, tmp_path: Path):
+    command = ["train", "--model", f"{own_models}:too_few", "--out", "out"]
+    result = run(cli.app, command, env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "model 'own_models:too_few', loss 'cross_entropy' and the data" in result.output
+    assert "do not fit together: Target" in result.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_train_shows_a_run_that_diverges_at_once(tmp_path: Path):

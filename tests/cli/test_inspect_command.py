@@ -134,6 +134,20 @@ def test_the_matrix_is_that_of_the_library_on_the_drawn_samples():
     torch.testing.assert_close(found.matrix.lam, expected.matrix.lam, rtol=0, atol=0)
 
 
+def test_it_says_how_far_it_is():
+    told: dict[str, list[int]] = {}
+    request = Request("small", samples=250, train_steps=3, norm_probes=0)
+    inspect(request, on_progress=lambda what, done, total: told.setdefault(f"{what} of {total}", []).append(done))
+    assert told == {"training of 3": [1, 2, 3], "curvature of 250": [0, 100, 200, 250]}
+
+
+def test_a_matrix_that_cannot_be_had_is_refused_before_training(own, monkeypatch):
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *_, **__: pytest.fail("it trained"))
+    request = Request(f"{own}:build", data=f"{own}:data", loss=f"{own}:half_mse", matrix="fisher", train_steps=9)
+    with pytest.raises(ValueError, match="fisher must know the likelihood"):
+        inspect(request)
+
+
 @pytest.mark.parametrize("partition", ["tensor", "unit"])
 def test_rows_say_what_the_matrix_is(partition: str):
     found = inspect(Request("small", samples=50, partition=partition, norm_probes=0))

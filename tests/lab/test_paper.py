@@ -147,9 +147,27 @@ def test_the_fisher_matrix_is_measured_once_and_kept_to_six_digits(
         ({"environment": "x"}, "environment must be an object"),
     ):
         path.write_text(json.dumps(record | spoilt))
-        with pytest.raises(FileNotFoundError, match="`blockmean reproduce fig4 --profile quick` measures it") as error:
+        with pytest.raises(
+            FileNotFoundError, match=r"`blockmean reproduce fig4 --profile quick --records .*` meas"
+        ) as error:
             small_fisher.small_fisher(report)
         assert re.search(rf"^{path} cannot be used \(.*{complaint}", str(error.value))
+
+
+def test_measurements_that_take_long_say_how_far_they_are(
+    tmp_path: Path, few_images: None, few_rounds: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(timing, "ARMS", {"small": timing.LARGE})  # without the slow one
+    told: dict[str, list[tuple[int, int]]] = {}
+    watched = replace(
+        config(tmp_path), on_progress=lambda what, done, total: told.setdefault(what, []).append((done, total))
+    )
+    small_fisher.small_fisher(watched)
+    timing.timings(watched)
+    assert list(told) == ["Fisher matrices of Figures 3 and 4", "iterations of Table 4, small model"]
+    for steps in told.values():
+        assert len({total for _, total in steps}) == 1
+        assert [done for done, _ in steps] == list(range(steps[0][1] + 1))
 
 
 def test_approximations_have_the_errors_that_theory_gives():

@@ -11,6 +11,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,61 @@ def test_the_summary_counts_verdicts(page: Page):
     assert "--profile paper --data-dir" in page.text
 
 
+def test_the_summary_says_in_sentences_what_came_out(page: Page):
+    for sentence in (
+        "The mathematics: 2 of 2 exact claims hold.",
+        "“BMA < diag & “full”” holds (Figure 5).",
+        "“a smaller test error” does not hold (Figure 5).",
+        "“about as fast as full” is within noise (Figure 5).",
+        "has no verdict: fewer than two seeds (Figure 5).",
+        "Could not be made: Figure 4: how layers are coupled.",
+    ):
+        assert sentence in page.text
+    before_verdicts = page.text.index("An exact claim is mathematics")
+    assert page.text.index("The mathematics: ") < before_verdicts
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "words"),
+    [
+        ([Verdict.HOLDS] * 3, "holds in all 3 cases"),
+        ([Verdict.NOISE] * 2, "is within noise in both cases"),
+        ([Verdict.FAILS, Verdict.NOISE, Verdict.NOISE], "is within noise in 2 of 3 cases, does not hold in 1"),
+        ([Verdict.HOLDS, Verdict.UNKNOWN], "holds in 1 of 2 cases, has no verdict in 1: no runs"),
+    ],
+)
+def test_claims_that_differ_only_in_their_task_share_a_sentence(verdicts: list[Verdict], words: str, tmp_path: Path):
+    claims = [Claim(f"Task {i}: BMA wins ({i} times)", "no runs", verdict) for i, verdict in enumerate(verdicts)]
+    config = ReportConfig(tmp_path, tmp_path)
+    text = Page(write_report({"fig5": Outcome(claims)}, config, tmp_path / "report.html")).text
+    assert f"“BMA wins” {words} (Figure 5)." in text
+    assert "no exact claim was checked" in text
+
+
+def test_records_that_cannot_be_used_are_counted_at_the_top(tmp_path: Path):
+    outcomes = {"fig5": Outcome(unusable=["a.json cannot be used"]), "fig4": Outcome(unusable=["b.json", "c.json"])}
+    text = Page(write_report(outcomes, ReportConfig(tmp_path, tmp_path), tmp_path / "report.html")).text
+    assert "Counted as missing: 3 records that cannot be used, see Figure 4" in text
+
+
+def test_the_overview_is_the_first_picture_and_stands_before_the_verdicts(found: dict[str, Outcome], tmp_path: Path):
+    overview = picture(tmp_path, "overview", "All at a glance.")
+    outcomes = {**found, "fig5": replace(found["fig5"], overview=overview)}
+    page = Page(write_report(outcomes, ReportConfig(tmp_path, tmp_path), tmp_path / "report.html"))
+    assert len(page.all("img")) == 1 + len(found["fig5"].pictures)
+    assert base64.b64decode(str(page.all("img")[0]["src"]).partition(";base64,")[2]) == overview.svg.read_bytes()
+    tags = [(tag, attributes.get("id")) for tag, attributes in page.elements]
+    assert tags.index(("img", None)) < tags.index(("section", "verdicts"))
+    assert page.text.index("All at a glance.") < page.text.index("An exact claim is mathematics")
+
+
+def test_exact_claims_are_folded_away_until_one_fails(page: Page, tmp_path: Path):
+    assert page.all("details") == [{}]
+    broken = {"theorems": Outcome([Claim("Theorem 1", "relative error 0.3", Verdict.FAILS, exact=True)])}
+    opened = Page(write_report(broken, ReportConfig(tmp_path, tmp_path), tmp_path / "report.html"))
+    assert [list(details) for details in opened.all("details")] == [["open"]]
+
+
 def test_the_full_study_is_not_advertised_to_those_who_made_it(tmp_path: Path):
     config = ReportConfig(tmp_path, tmp_path, profile="paper")
     text = Page(write_report({}, config, tmp_path / "report.html")).text
@@ -230,7 +286,7 @@ def test_parts_without_a_title_come_last_under_their_name(found: dict[str, Outco
     page = Page(
         write_report(found, ReportConfig(tmp_path, tmp_path), tmp_path / "r.html", titles={"theorems": "Algebra"})
     )
-    headings = [page.text.index(f"\n{heading}\n") for heading in ("Algebra", "fig5", "Settings")]
+    headings = [page.text.rindex(f"\n{heading}\n") for heading in ("Algebra", "fig5", "Settings")]
     assert headings == sorted(headings)
 
 
@@ -363,6 +419,37 @@ def test_in_a_browser_it_fits_and_can_be_read(browser: Browser, width: int, sche
     found = browser.evaluate(LOW_CONTRAST)
     assert found["written"] > 100
     assert not found["poor"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_in_a_browser_contents_and_first_columns_stay_in_view(browser: Browser, width: int):
+    browser.show(width, "light")
+    browser.evaluate("scrollTo(0, document.documentElement.scrollHeight / 2)")
+    bar, page = (
+        browser.evaluate(
+            f"(r => [r.left, r.top, r.right, r.bottom])(document.querySelector('{name}').getBoundingClientRect())"
+        )
+        for name in ("nav", ".page")
+    )
+    assert browser.evaluate("scrollY") > 300
+    assert bar[1] == 0
+    assert bar[2] <= page[0] if width > 1200 else bar[3] < 60  # beside the page, or a low bar above it
+    browser.evaluate("scrollTo(0, 0)")
+    places = browser.evaluate(
+        """[...document.querySelectorAll('.scroll')].filter(box => box.querySelector('table')).map(box => {
+             box.scrollLeft = 0;
+             const [first, second] = box.querySelector('tbody tr').children;
+             const before = [first.getBoundingClientRect().left, second.getBoundingClientRect().left];
+             box.scrollLeft = 150;
+             return [box.scrollLeft, first.getBoundingClientRect().left - before[0],
+                     second.getBoundingClientRect().left - before[1]];
+           })"""
+    )
+    moved = [place for place in places if place[0]]
+    assert moved
+    for distance, first, second in moved:
+        assert abs(first) < 2 and second == pytest.approx(-distance, abs=1)
 
 
 @pytest.mark.slow

@@ -82,6 +82,7 @@ def test_a_step_is_measured_beside_both_forms_of_torch_and_resumes(tmp_path: Pat
     means = 2 * 8 * 6 * 2 * 2 + 6 * 6 * 2 * 2  # U, V, sketches and averages of 6 means on both sides, of two matrices
     assert costs.rows["Anova"]["bytes_per_parameter"] > 8 + 4 * means / 128
     assert "2x8: 128 parameters in 2 tensors, 1 thread" in result.output and "Anova" in result.output
+    assert "measurements ━" in result.output  # a bar
 
     before = path.read_text()
     assert bench(*arguments).exit_code == 0
@@ -109,6 +110,7 @@ def test_what_cannot_be_measured_is_named(tmp_path: Path):
         (["--networks", "vgg"], "There is no network 'vgg'"),
         (["--optimizers", "Adamant"], "There is no optimizer Adamant"),
         (["--sweep", "layers"], "There is no sweep 'layers'"),
+        (["--optimizers", ""], "Give names, separated by ';'. Got '' instead."),
     ],
 )
 def test_unknown_names_are_refused_before_anything_runs(arguments: list[str], said: str, tmp_path: Path):

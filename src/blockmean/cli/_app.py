@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -11,12 +11,22 @@ from typing import Annotated
 try:
     import typer
     from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskID,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 except ModuleNotFoundError as missing:  # the core needs torch alone
     raise SystemExit(f"The command line needs {missing.name}. In a checkout: pip install '.[lab]'") from missing
 
 from blockmean import __version__
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+WIDE_HELP = {"max_content_width": 120}  # the lines of a help text fill the window up to here; the default is 80
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, context_settings=WIDE_HELP)
 console = Console(markup=False, highlight=False)  # brackets in names and paths are no markup
 errors = Console(markup=False, highlight=False, stderr=True)
 
@@ -49,6 +59,43 @@ def check_folder(path: Path) -> None:
         raise NotADirectoryError(f"{path} cannot be a folder: {existing} is a file. Choose another one.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(f"{path} cannot be written: there is no permission to write to {existing}.")
+
+
+def split_names(given: str | None, between: str = ",") -> list[str] | None:
+    """The names in an option, each once; None if it is not given, ValueError if it has none."""
+    if given is None:
+        return None
+    found = list(dict.fromkeys(name.strip() for name in given.split(between) if name.strip()))
+    if not found:
+        raise ValueError(f"Give names, separated by {between!r}. Got {given!r} instead.")
+    return found
+
+
+def progress(*details: str) -> Progress:
+    """Bars for what takes long, each with its share, the time so far and the time left; `details` are columns."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        *map(TextColumn, details),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+    )
+    # Drawn twice a second, not ten times: some of what a bar shows is a measurement of time.
+    return Progress(*columns, console=console, speed_estimate_period=300, refresh_per_second=2)
+
+
+def watch(bars: Progress) -> Callable[[str, int, int], None]:
+    """A function of (what, done, total) that draws a bar for everything it hears of."""
+    tasks: dict[str, TaskID] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=total)
+        bars.update(tasks[what], completed=done, total=total)
+
+    return show
 
 
 def main() -> None:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TaskID
 from rich.table import Table
 
-from blockmean.cli._app import app, check_folder, console, errors, readable_errors
+from blockmean.cli._app import app, check_folder, console, errors, progress, readable_errors, split_names, watch
 
 if TYPE_CHECKING:
     from blockmean.lab.compare import Table as Cells
@@ -79,13 +72,13 @@ def race(
         if list_all:
             _list(profile)
             return
-        chosen = _names(arms)
+        chosen = split_names(arms)
         missing = missing_packages(arm for arm in ARMS if chosen is None or arm in chosen)
         if missing:
             raise SystemExit(
                 f"`blockmean bench race` needs {' and '.join(missing)}. In a checkout: pip install '.[race]'"
             )
-        found = make_race(_names(tasks), chosen, profile, seeds, tuning_seeds, steps)
+        found = make_race(split_names(tasks), chosen, profile, seeds, tuning_seeds, steps)
         records = records or out / "records"
         for folder in (out, records):
             check_folder(folder)
@@ -104,7 +97,9 @@ def race(
     except WorkerKilled as error:
         errors.print(str(error), soft_wrap=True)
         raise typer.Exit(1) from None
-    _show(_write(found, records, out), out)
+    with progress() as bars:
+        written = _write(found, records, out, watch(bars))
+    _show(written, out)
 
 
 @bench.command(short_help="What a step costs beside torch's own optimizers.")
@@ -136,7 +131,18 @@ def step(
     time, and run the same command again to resume. Let nothing else run beside it.
     """
     with readable_errors("bench step"):
-        from blockmean.lab.steps import NETWORKS, OF_A_SWEEP, STEPPERS, SWEEPS, USUAL, network, notes, run, table
+        from blockmean.lab.steps import (
+            NETWORKS,
+            OF_A_SWEEP,
+            STEPPERS,
+            SWEEPS,
+            USUAL,
+            network,
+            notes,
+            run,
+            table,
+            unmeasured,
+        )
         from blockmean.lab.steps import read as read_all
 
         if list_all:
@@ -147,19 +153,25 @@ def step(
             return
         if sweep is not None and sweep not in SWEEPS:
             raise ValueError(f"There is no sweep {sweep!r}. There are {', '.join(SWEEPS)}.")
-        chosen = _names(networks) or list(SWEEPS[sweep] if sweep else NETWORKS)
-        names = _names(optimizers, ";") or list(OF_A_SWEEP[sweep] if sweep else USUAL)
+        chosen = split_names(networks) or list(SWEEPS[sweep] if sweep else NETWORKS)
+        names = split_names(optimizers, ";") or list(OF_A_SWEEP[sweep] if sweep else USUAL)
         unknown = [name for name in names if name not in STEPPERS]
         if unknown:
             raise ValueError(f"There is no optimizer {'; '.join(unknown)}. There are {'; '.join(STEPPERS)}.")
         for name in set(chosen) - set(NETWORKS):
             network(name)  # or an error that says which there are
         check_folder(out)
+        total = 0 if show_only else sum(len(unmeasured(out, names, name, threads)) for name in chosen)
     try:
-        for name in chosen if not show_only else []:
-            for optimizer, row in run(out, names, name, threads, repetitions, longest):
-                said = row.get("missing") or f"{row['beside_fused']['median']:.2f} × torch's fused step"
-                console.print(f"{name}, {optimizer}: {said}", soft_wrap=True)
+        with progress() as bars:
+            show, done = watch(bars), 0
+            for name in chosen if total else []:
+                show("measurements", done, total)
+                for optimizer, row in run(out, names, name, threads, repetitions, longest):
+                    said = row.get("missing") or f"{row['beside_fused']['median']:.2f} × torch's fused step"
+                    console.print(f"{name}, {optimizer}: {said}", soft_wrap=True)
+                    done += 1
+                    show("measurements", done, total)
     except KeyboardInterrupt:
         errors.print(f"Stopped. Measurements are in {out}: run the same command again to resume.", soft_wrap=True)
         raise typer.Exit(130) from None
@@ -175,10 +187,6 @@ def step(
         "Medians; × is the time beside torch's own optimizer of that kind, in one interleaved run, with quartiles.",
         style="dim",
     )
-
-
-def _names(given: str | None, between: str = ",") -> list[str] | None:
-    return None if given is None else [name.strip() for name in given.split(between) if name.strip()]
 
 
 def _list(profile: str) -> None:
@@ -200,28 +208,22 @@ WIDE = 170
 
 def _run(race: Race, records: Path, data_dir: Path | None, jobs: int, out: Path) -> None:
     """Make the runs that have no record yet, task after task; what is known is written after each."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(elapsed_when_finished=False),
-    )
     studies = race.studies()
-    with Progress(*columns, console=console, speed_estimate_period=300) as progress:
-        bars = [progress.add_task(name, total=study.total_steps(), start=False) for name, study in studies.items()]
-        for bar, (name, study) in zip(bars, studies.items(), strict=True):
-            progress.start_task(bar)
+    with progress() as bars:
+        tasks = [bars.add_task(name, total=study.total_steps(), start=False) for name, study in studies.items()]
+        for bar, (name, study) in zip(tasks, studies.items(), strict=True):
+            bars.start_task(bar)
 
             def show(steps: int, bar: TaskID = bar) -> None:
-                progress.update(bar, completed=steps)
+                bars.update(bar, completed=steps)
 
             study.run(records / name, data_dir, jobs, show)
             _write(race, records, out)
 
 
-def _write(race: Race, records: Path, out: Path) -> list[TaskResult]:
+def _write(
+    race: Race, records: Path, out: Path, show: Callable[[str, int, int], None] = lambda what, done, total: None
+) -> list[TaskResult]:
     """Write race.json and the pictures from the records, finished or not."""
     from blockmean.lab.race import results, save_summary
     from blockmean.lab.race_pictures import draw_overview, draw_task
@@ -229,10 +231,12 @@ def _write(race: Race, records: Path, out: Path) -> list[TaskResult]:
     found = results(race, records)
     save_summary(race, found, out / "race.json")
     ready = [one for one in found if one.arms]
-    for one in ready:
+    for done, one in enumerate(ready):
+        show("pictures", done, len(ready) + 1)
         draw_task(one, out / f"race-{one.name}")
     if ready:
         draw_overview(ready, out / "race")
+        show("pictures", len(ready) + 1, len(ready) + 1)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from blockmean.cli._app import app, check_folder, console, readable_errors
+from blockmean.cli._app import app, check_folder, console, progress, readable_errors, watch
 
 if TYPE_CHECKING:
     from blockmean.lab.inspect import Inspection
@@ -64,8 +64,8 @@ def inspect(
         request = Request(
             model, dataset, inputs, data, loss, partition, matrix, samples, train_steps, seed, norm_probes
         )
-        with console.status("computing"):
-            found = look(request, data_dir, download)
+        with progress() as bars:
+            found = look(request, data_dir, download, watch(bars))
     replaced = {path for path in found.paths(out) if path.exists()}
     saved = found.save(out)
     _show_blocks(found, rows, saved[-1])

@@ -7,20 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
 import blockmean
-from blockmean.cli._app import app, check_folder, console, errors, readable_errors
+from blockmean.cli._app import app, check_folder, console, errors, progress, readable_errors, watch
 
 if TYPE_CHECKING:
     from blockmean.lab.compare import Study
@@ -119,6 +111,8 @@ def report(
         config = replace(_config(profile, out, records, None, seeds, epochs), measure=False)
         chosen = _select(parts)
         check_folder(out)
+        if records is not None and not records.is_dir():
+            raise FileNotFoundError(f"There is no folder {records}. Give the one that `blockmean reproduce` wrote.")
         out.mkdir(parents=True, exist_ok=True)
     _report(chosen, config)
 
@@ -145,22 +139,13 @@ def _select(parts: list[str] | None) -> list[str]:
 
 def _run(wanted: list[Study], config: ReportConfig, jobs: int) -> None:
     """Make the runs that have no record yet, with a progress bar per study."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(elapsed_when_finished=False),
-    )
-    with Progress(*columns, console=console, speed_estimate_period=300) as progress:
-        bars = {study.name: progress.add_task(study.name, total=study.total_steps(), start=False) for study in wanted}
-        for study in wanted:
-            bar = bars[study.name]
-            progress.start_task(bar)
+    with progress() as bars:
+        tasks = [bars.add_task(study.name, total=study.total_steps(), start=False) for study in wanted]
+        for study, bar in zip(wanted, tasks, strict=True):
+            bars.start_task(bar)
 
             def show(steps: int, bar: TaskID = bar) -> None:
-                progress.update(bar, completed=steps)
+                bars.update(bar, completed=steps)
 
             study.run(config.records / study.name, config.data_dir, jobs, show)
 
@@ -176,14 +161,16 @@ def _report(chosen: list[str], config: ReportConfig) -> None:
     torch.set_num_threads(1)  # faster for small matrices, and rounding does not depend on the number of cores
     outcomes: dict[str, Outcome] = {}
     missing: dict[str, str] = {}
-    with console.status("making the report") as status:
-        for name in chosen:
-            status.update(f"measuring {name}" if name == "table4" and config.measure else f"drawing {name}")
+    with progress() as bars:
+        show = watch(bars)
+        for done, name in enumerate(chosen):
+            show("report", done, len(chosen))
             try:
-                outcomes[name] = PARTS[name](config)
+                outcomes[name] = PARTS[name](replace(config, on_progress=show))
             except (FileNotFoundError, DamagedData) as error:  # the other parts can still be shown
                 missing[name] = str(error)
         path = write_report(outcomes, config, config.out / "report.html", missing)
+        show("report", len(chosen), len(chosen))
     _show(outcomes)
     for name, outcome in outcomes.items():
         for problem in outcome.unusable:
@@ -198,7 +185,9 @@ def _report(chosen: list[str], config: ReportConfig) -> None:
 
 def _show(outcomes: dict[str, Outcome]) -> None:
     """Print a table of all claims."""
-    table = Table("part", "claim", "measured", "verdict")
+    table = Table()
+    for header in ("part", "claim", "measured", "verdict"):
+        table.add_column(header, overflow="fold")  # an ellipsis would hide the end of a long name
     for name, outcome in outcomes.items():
         for claim in outcome.claims:
             verdict = Text(str(claim.verdict), style=COLOURS[claim.verdict])

@@ -1,4 +1,4 @@
-"""`blockmean train`: try one optimizer on one task, and see how it goes."""
+"""`blockmean train`: try an optimizer on a task, or several beside each other, and see how it goes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,38 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
-from blockmean.cli._app import app, check_folder, console, readable_errors
+from blockmean.cli._app import app, check_folder, console, progress, readable_errors, split_names
 
 
-@app.command(short_help="Train one model with one optimizer.")
+@app.command(short_help="Train a model with one optimizer, or compare several.")
 def train(
-    model: Annotated[str, typer.Option(help="small, large, mlp, cnn, convnet or resnet.")] = "small",
-    dataset: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "digits",
-    optimizer: Annotated[
+    model: Annotated[
         str,
         typer.Option(
-            help="Anova, AdaGradBMA, AdaGradFull, AdamBMA or "
-            "NaturalGradientBMA; Adagrad, Adam, AdamW, NAdam or SGD of torch."
+            help="small, large, mlp, cnn, convnet or resnet; or module:object: an nn.Module or a function for one."
         ),
-    ] = "AdaGradBMA",
+    ] = "cnn",
+    dataset: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "digits",
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Anova, AdamBMA, AdaGradBMA, NaturalGradientBMA or AdaGradFull (for --model small); "
+            "Adagrad, Adam, AdamW, NAdam or SGD of torch.",
+            show_default="Anova",
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(help="Several optimizers instead, separated by commas: same initial weights, same batches."),
+    ] = None,
     lr: Annotated[
         float | None, typer.Option(help="The learning rate.", show_default="one that suits the optimizer")
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(help="Another argument of the optimizer, e.g. variant=weighted. Can be repeated."),
+        typer.Option(help="Another argument of the optimizer, e.g. weight_decay=0.1. Can be repeated."),
     ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images.", min=1)] = 5,
     batch: Annotated[int, typer.Option(help="Images per step.", min=1)] = 100,
@@ -39,56 +49,58 @@ def train(
         Path | None, typer.Option(help="Folder with the files of the data set.", show_default="$BLOCKMEAN_DATA")
     ] = None,
     download: Annotated[bool, typer.Option("--download", help="Fetch the data set if it is missing.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the plot and the record.", file_okay=False)] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Folder for the plot and the records.", file_okay=False)] = Path("out"),
 ) -> None:
-    """Train one model with one optimizer on one thread.
+    """Train a model on one thread, with one optimizer or with several after each other.
 
-    Prints the test error, and writes a plot of the losses and a record of the run.
+    Prints losses, test errors and times, and writes a plot of them and a record of every run. For example:
+    `blockmean train --compare AdamW,AdamBMA,Anova`
     """
     with readable_errors("train"):
         from blockmean.lab.arms import OPTIMIZERS, default_rate
         from blockmean.lab.records import write
-        from blockmean.lab.spec import RunSpec
+        from blockmean.lab.spec import RunSpec, digest, file_name
         from blockmean.lab.tasks import load_data, require_one_of, steps_per_epoch, verify_data
-        from blockmean.lab.train import check, run
-        from blockmean.lab.training_curve import draw_training_curve
+        from blockmean.lab.train import check, check_model, run
+        from blockmean.lab.training_curve import draw_training_curves
 
         # Everything that can be wrong is found before the bar is drawn, and before hours of training are lost.
-        require_one_of("optimizer", optimizer, OPTIMIZERS)
-        rate = default_rate(optimizer) if lr is None else lr
+        if optimizer is not None and compare is not None:
+            raise ValueError("Give --optimizer or --compare, not both.")
+        chosen = split_names(compare) or [optimizer or "Anova"]
         steps = epochs * steps_per_epoch(dataset, batch)
-        spec = RunSpec(dataset, model, optimizer, rate, seed, steps, _options(option or []), inputs, batch, flip)
-        check(spec)
+        specs = []
+        for name in chosen:
+            require_one_of("optimizer", name, OPTIMIZERS)
+            rate = default_rate(name) if lr is None else lr
+            options = _options(option or [])
+            specs.append(RunSpec(dataset, model, name, rate, seed, steps, options, inputs, batch, flip, curve=True))
+            check(specs[-1])
         check_folder(out)
         if download:
-            verify_data(spec, data_dir, download)
-        load_data(spec, data_dir)
+            verify_data(specs[0], data_dir, download)
+        check_model(specs[0], load_data(specs[0], data_dir))
         out.mkdir(parents=True, exist_ok=True)
-    console.print(f"{optimizer} (lr {rate:g}): {model} model on {dataset}", soft_wrap=True)
-    losses: list[float] = []
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=steps, loss="–")
+    console.print(f"{model} model on {dataset}, {steps:,} steps of {batch}", soft_wrap=True)
+    records = []
+    with progress("loss {task.fields[loss]}") as bars:
+        tasks = [bars.add_task(f"{s.optimizer} (lr {s.lr:g})", total=steps, loss="–", start=False) for s in specs]
+        for spec, bar in zip(specs, tasks, strict=True):
+            bars.start_task(bar)
+            recent: list[float] = []
 
-        def on_step(step: int, loss: float) -> None:
-            losses.append(loss)
-            recent = losses[-50:]
-            progress.update(bar, completed=step + 1, loss=f"{sum(recent) / len(recent):.4f}")
+            def on_step(step: int, loss: float, bar: Any = bar, recent: list[float] = recent) -> None:
+                recent[:] = [*recent[-49:], loss]
+                bars.update(bar, completed=step + 1, loss=f"{sum(recent) / len(recent):.4f}")
 
-        record = run(spec, data_dir, on_step)
-    if record["diverged_at"] is not None:
-        console.print(f"Diverged at step {record['diverged_at'] + 1}: try a smaller --lr.", style="bold red")
-    _show(record)
-    write(out, spec, record)
-    picture = draw_training_curve(record, losses, out / spec.key)
-    for path in (out / f"{spec.key}.json", picture.png, picture.svg):
+            records.append(run(spec, data_dir, on_step))
+            write(out, spec, records[-1])
+    _show(records)
+    key = specs[0].key
+    if len(specs) > 1:
+        key = f"compare-{dataset}-{file_name(model)}-{digest({str(i): spec.key for i, spec in enumerate(specs)})}"
+    picture = draw_training_curves(records, out / key)
+    for path in (*(out / f"{spec.key}.json" for spec in specs), picture.png, picture.svg):
         console.print(str(path), soft_wrap=True)
 
 
@@ -106,12 +118,39 @@ def _options(given: list[str]) -> dict[str, Any]:
     return options
 
 
-def _show(record: dict[str, Any]) -> None:
-    steps = record["spec"]["steps"] if record["diverged_at"] is None else record["diverged_at"] + 1
-    reached = f"test error {record['test_error']:.2%}" if record["diverged_at"] is None else "no test error"
+def _show(records: list[dict[str, Any]]) -> None:
+    """Print a sentence about one run, or a table of several."""
+    for record in records:
+        if record["diverged_at"] is not None:
+            whose = f"{record['spec']['optimizer']}: diverged" if len(records) > 1 else "Diverged"
+            message = f"{whose} at step {record['diverged_at'] + 1}: try a smaller --lr."
+            console.print(message, style="bold red", soft_wrap=True)
+    if len(records) == 1:
+        *_, error, _, milliseconds, share = _cells(records[0])
+        reached = "no test error" if error == "–" else f"test error {error}"
+        console.print(
+            f"{reached} after {_steps(records[0]):,} steps of {milliseconds} ms, {share} of it in the optimizer",
+            soft_wrap=True,
+        )
+        return
+    table = Table("optimizer")
+    for name in ("lr", "training loss", "test error", "seconds", "ms per step", "share of optimizer"):
+        table.add_column(name, justify="right")
+    table.columns[0].no_wrap = True
+    for record in records:
+        table.add_row(*_cells(record))
+    console.print(table)
+
+
+def _cells(record: dict[str, Any]) -> list[str]:
+    spec = record["spec"]
+    ended = record["diverged_at"] is None
     seconds = max(record["seconds"], 1e-9)  # a run that diverges at once takes none
-    console.print(
-        f"{reached} after {steps:,} steps of {1000 * seconds / steps:.1f} ms, "
-        f"{record['step_seconds'] / seconds:.0%} of it in the optimizer",
-        soft_wrap=True,
-    )
+    results = [f"{record['train_loss']:.4f}", f"{record['test_error']:.2%}"] if ended else ["diverged", "–"]
+    times = [f"{seconds:.1f}", f"{1000 * seconds / _steps(record):.1f}", f"{record['step_seconds'] / seconds:.0%}"]
+    return [spec["optimizer"], f"{spec['lr']:g}", *results, *times]
+
+
+def _steps(record: dict[str, Any]) -> int:
+    """The steps that a run took, the one at which it diverged included."""
+    return int(record["spec"]["steps"] if record["diverged_at"] is None else record["diverged_at"] + 1)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect as inspect_
 import math
-import re
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +16,10 @@ from blockmean import BlockMean, Partition, curvature, plot
 from blockmean.lab.data import load
 from blockmean.lab.environment import environment
 from blockmean.lab.models import MODELS
+from blockmean.lab.own import EXPECTED, check_fit, find_object, own_model, require_function, short
 from blockmean.lab.picture import save
 from blockmean.lab.records import store
-from blockmean.lab.spec import digest
+from blockmean.lab.spec import digest, file_name
 
 MATRICES: dict[str, Callable[..., curvature.Curvature]] = {
     "empirical_fisher": curvature.empirical_fisher,
@@ -36,14 +32,10 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": nn.functional.cross_entropy,
     "mse": nn.functional.mse_loss,
 }
-EXPECTED = {
-    "model": "a torch.nn.Module, or a function without arguments that returns one",
-    "data": "two tensors, (inputs, targets), or batches of such pairs, as a DataLoader has, or a function without "
-    "arguments that returns either",
-    "loss": "a function of two arguments, (outputs, targets), that returns the mean loss",
-}
 LARGEST_BATCH = 128
 LEARNING_RATE = 1e-3
+BATCH = 100  # samples of the matrix between two reports of progress; as quick as all at once
+OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -68,8 +60,7 @@ class Request:
     @property
     def key(self) -> str:
         """A file name: different requests have different ones."""
-        model = re.sub(r"[^\w.]+", "-", self.model)
-        return f"coupling-{model}-{self.matrix}-{self.partition}-{digest(asdict(self))}"
+        return f"coupling-{file_name(self.model)}-{self.matrix}-{self.partition}-{digest(asdict(self))}"
 
 
 class Row(NamedTuple):
@@ -139,8 +130,16 @@ class Inspection:
         return {name: _without_nan(value) for name, value in record.items()}
 
 
-def inspect(request: Request, data_dir: Path | None = None, download: bool = False) -> Inspection:
-    """Build the model, train it if asked, and compute the matrix; ValueError if the request cannot be met."""
+def inspect(
+    request: Request,
+    data_dir: Path | None = None,
+    download: bool = False,
+    on_progress: OnProgress = lambda what, done, total: None,
+) -> Inspection:
+    """Build the model, train it if asked, and compute the matrix; ValueError if the request cannot be met.
+
+    `on_progress` is called with (what, done, total) as training and the pass over the samples proceed.
+    """
     if request.matrix not in MATRICES:
         raise ValueError(f"matrix must be one of {', '.join(MATRICES)}. Got {request.matrix!r} instead.")
     for name, least in (("samples", 1), ("train_steps", 0), ("norm_probes", 0)):
@@ -148,7 +147,7 @@ def inspect(request: Request, data_dir: Path | None = None, download: bool = Fal
             raise ValueError(f"{name} must be at least {least}. Got {getattr(request, name)} instead.")
     loss_fn = LOSSES.get(request.loss)
     if loss_fn is None:
-        loss_fn = _require_function(request.loss, "loss", find_object(request.loss, "loss", LOSSES), 2)
+        loss_fn = require_function(request.loss, "loss", find_object(request.loss, "loss", LOSSES), 2)
     inputs, targets = _data(request, data_dir, download)
     model = _model(request, inputs)
     blocks = Partition.of([(n, p) for n, p in model.named_parameters() if p.requires_grad], request.partition)
@@ -157,50 +156,17 @@ def inspect(request: Request, data_dir: Path | None = None, download: bool = Fal
             f"partition {request.partition!r} cuts {request.model} into {blocks.num_blocks:,} blocks, more than the "
             f"{plot.LARGEST:,} whose matrix can be drawn. Take a coarser one, such as 'tensor'."
         )
-    _check_fit(request, model, loss_fn, inputs[:2], targets[:2])
-    _train(model, loss_fn, inputs, targets, request)
+    # A loss of the user's own may take anything, but fisher and ggn differentiate with respect to the output.
+    any_output = request.loss not in LOSSES and request.matrix in ANY_OUTPUT
+    check_fit((request.model, model), (request.loss, loss_fn), (inputs[:2], targets[:2]), any_output)
+    if request.train_steps:  # what the matrix refuses should not cost the training
+        with torch.random.fork_rng(devices=[]):
+            MATRICES[request.matrix](model.eval(), loss_fn, (inputs[:2], targets[:2]), "all")
+    _train(model, loss_fn, inputs, targets, request, on_progress)
     chosen = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(request.seed))[: request.samples]
-    data = inputs[chosen], targets[chosen]
+    data = _batches(inputs[chosen], targets[chosen], on_progress)
     found = MATRICES[request.matrix](model.eval(), loss_fn, data, blocks, norm_probes=request.norm_probes)
     return Inspection(request, found.matrix, found.report, _rows(found.matrix))
-
-
-def find_object(spec: str, what: str, known: Iterable[str] = ()) -> Any:
-    """The object that 'package.module:name' stands for; modules in the current folder are found, too."""
-    module_name, _, name = spec.partition(":")
-    if not (module_name and name):
-        choice = " or ".join([*known, "'module:function'"])
-        raise ValueError(f"{what} must be {choice}. Got {spec!r} instead.")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        hint = f" Leave out the .py: {module_name[:-3]}:{name}." if module_name.endswith(".py") else ""
-        raise ValueError(
-            f"{what} {spec!r} cannot be imported: {error} (looked into {Path.cwd()}, too).{hint}"
-        ) from error
-    if not hasattr(module, name):
-        raise ValueError(f"{what} {spec!r}: there is no {name} in {module.__file__ or module_name}.")
-    return getattr(module, name)
-
-
-def _require_function(spec: str, what: str, found: Any, arguments: int) -> Callable[..., Any]:
-    """ValueError unless the object that a spec stands for can be called with that many arguments."""
-    got = _short(found)
-    if callable(found):
-        function: Callable[..., Any] = found
-        try:
-            signature = inspect_.signature(function)
-        except (ValueError, TypeError):  # written in C
-            return function
-        try:
-            signature.bind(*[None] * arguments)
-        except TypeError:
-            got = f"{spec.partition(':')[2]}{signature}"
-        else:
-            return function
-    raise ValueError(f"{what} {spec!r} must be {EXPECTED[what]}. Got {got} instead.")
 
 
 def _data(request: Request, data_dir: Path | None, download: bool) -> tuple[Tensor, Tensor]:
@@ -210,7 +176,7 @@ def _data(request: Request, data_dir: Path | None, download: bool) -> tuple[Tens
     torch.manual_seed(request.seed)  # a DataLoader may shuffle
     found = find_object(request.data, "data")
     if not (_is_pair(found) or isinstance(found, Iterable)):
-        found = _require_function(request.data, "data", found, 0)()
+        found = require_function(request.data, "data", found, 0)()
     if not _is_pair(found):
         found = _join(request, found)
     inputs, targets = found
@@ -230,13 +196,13 @@ def _join(request: Request, batches: Any) -> tuple[Tensor, Tensor]:
     """One pair of tensors from as many batches as the request needs: a loader may be endless."""
     problem = f"data {request.data!r} must be {EXPECTED['data']}"
     if isinstance(batches, Tensor | str) or not isinstance(batches, Iterable):
-        raise ValueError(f"{problem}. Got {_short(batches)} instead.")
+        raise ValueError(f"{problem}. Got {short(batches)} instead.")
     enough = max(request.samples, request.train_steps * LARGEST_BATCH)
     inputs: list[Tensor] = []
     targets: list[Tensor] = []
     for batch in batches:
         if not _is_pair(batch):
-            raise ValueError(f"{problem}. Got {_short(batch)} as a batch.")
+            raise ValueError(f"{problem}. Got {short(batch)} as a batch.")
         inputs.append(batch[0])
         targets.append(batch[1])
         if sum(map(len, inputs)) >= enough:
@@ -249,12 +215,6 @@ def _join(request: Request, batches: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(f"The batches of data {request.data!r} cannot be joined: {error}") from error
 
 
-def _short(value: object) -> str:
-    """A value in a message of one line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:80]}…"
-
-
 def _model(request: Request, inputs: Tensor) -> nn.Module:
     torch.manual_seed(request.seed)
     if request.model in MODELS:
@@ -264,48 +224,36 @@ def _model(request: Request, inputs: Tensor) -> nn.Module:
             )
         channels, height, width = inputs.shape[1:]
         return MODELS[request.model]((channels, height, width))
-    found = find_object(request.model, "model", MODELS)
-    model = found if isinstance(found, nn.Module) else _require_function(request.model, "model", found, 0)()
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model {request.model!r} must return a torch.nn.Module. Got {type(model).__name__} instead.")
-    return model
+    return own_model(request.model, MODELS)
 
 
-def _check_fit(request: Request, model: nn.Module, loss_fn: Callable[..., Tensor], x: Tensor, y: Tensor) -> None:
-    """Raise ValueError if model, data and loss do not fit together, rather than fail somewhere inside."""
-    given = f"inputs {list(x.shape[1:])} of {x.dtype}, targets {list(y.shape[1:])} of {y.dtype}"
-    problem = f"model {request.model!r}, loss {request.loss!r} and the data ({given}) do not fit together"
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Using a target size")  # mse_loss would broadcast
-            output = model.eval()(x)
-            # A loss of the user's own may take anything, but fisher and ggn differentiate with respect to the output.
-            accepted = isinstance(output, Tensor) or (request.loss not in LOSSES and request.matrix in ANY_OUTPUT)
-            loss = loss_fn(output, y) if accepted else None
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, UserWarning) as error:
-        raise ValueError(f"{problem}: {error}") from error
-    if not accepted:
-        keys = f" with the keys {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
-        raise ValueError(
-            f"model {request.model!r} must return a tensor. Got {type(output).__name__}{keys} instead: wrap it in a "
-            "module that returns one tensor."
-        )
-    if not isinstance(loss, Tensor) or loss.ndim:
-        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else _short(loss)
-        raise ValueError(f"loss {request.loss!r} must return the mean loss as a scalar tensor. Got {got}.")
+def _batches(inputs: Tensor, targets: Tensor, on_progress: OnProgress) -> Iterator[tuple[Tensor, Tensor]]:
+    """The samples in batches, between which progress is reported."""
+    for number, batch in enumerate(zip(inputs.split(BATCH), targets.split(BATCH), strict=True)):
+        on_progress("curvature", number * BATCH, len(inputs))
+        yield batch
+    on_progress("curvature", len(inputs), len(inputs))
 
 
-def _train(model: nn.Module, loss_fn: Callable[..., Tensor], inputs: Tensor, targets: Tensor, request: Request) -> None:
+def _train(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    request: Request,
+    on_progress: OnProgress,
+) -> None:
     """Take some steps of AdamW: curvature at initialisation says little."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     generator = torch.Generator().manual_seed(request.seed)
     size = min(LARGEST_BATCH, len(inputs))
     model.train()
-    for _ in range(request.train_steps):
+    for step in range(request.train_steps):
         batch = torch.randint(len(inputs), (size,), generator=generator)
         optimizer.zero_grad()
         loss_fn(model(inputs[batch]), targets[batch]).backward()
         optimizer.step()
+        on_progress("training", step + 1, request.train_steps)
 
 
 def _rows(matrix: BlockMean) -> list[Row]:

@@ -25,6 +25,12 @@ from blockmean.lab.picture import Picture
 TITLE = "Block Mean Approximation, reproduced"
 PAPER = "Block Mean Approximation for Efficient Second Order Optimization"
 SIGNS = {Verdict.HOLDS: "✓", Verdict.FAILS: "✗", Verdict.NOISE: "≈", Verdict.UNKNOWN: "–"}
+VERBS = {
+    Verdict.HOLDS: "holds",
+    Verdict.FAILS: "does not hold",
+    Verdict.NOISE: "is within noise",
+    Verdict.UNKNOWN: "has no verdict",
+}
 LARGEST_SVG = 2_000_000
 """A larger SVG, in bytes, gives way to the PNG: a matrix drawn cell by cell can outweigh the rest of the page."""
 NOTHING_FROM_OUTSIDE = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -39,6 +45,12 @@ class Part(NamedTuple):
     title: str
     outcome: Outcome
     missing: str | None
+
+    @property
+    def short_title(self) -> str:
+        """The title up to its colon, or the name: what fits into a list of contents."""
+        first, colon, _ = self.title.partition(":")
+        return first if colon else self.name.capitalize()
 
     @property
     def anchor(self) -> str:
@@ -76,7 +88,8 @@ def write_report(
         _element("style", Path(__file__).with_name("report.css").read_text(encoding="utf-8")),
     )
     main = _element("main", _verdicts(parts), *map(_part, parts), _settings(config), _environment(machine))
-    body = _element("body", _header(parts, titles, config, machine), main)
+    header = _header(parts, titles, config, machine)
+    body = _element("body", _contents(parts), _element("div", header, main, class_="page"))
     page = ET.tostring(_element("html", head, body, lang="en"), encoding="unicode", method="html")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"<!DOCTYPE html>\n{page}", encoding="utf-8")
@@ -97,33 +110,82 @@ def _header(parts: list[Part], titles: Mapping[str, str], config: ReportConfig, 
     if config.profile != "paper":
         command = "`blockmean reproduce --profile paper --data-dir …`"
         summary += _text(f" For the full study, on MNIST and CIFAR-10 with more seeds, run {command}.")
+    wrong = any(claim.verdict is Verdict.FAILS for claim in exact)
+    alarm = "✗ An exact claim does not hold. This is no finding: the software is wrong, trust no number on this page."
     counts = [
         _element("li", _element("strong", f"{len(found)} {kind} "), *_counts(found))
         for kind, found in (("exact claims", exact), ("findings", findings))
         if found
     ]
-    absent = [name for name in titles if name not in {part.name for part in parts}]
-    if absent:
-        advice = f"{', '.join(absent)}; `blockmean report` makes the whole page."
-        counts.append(_element("li", _element("strong", "Not asked for: "), *_text(advice)))
-    missing = [part for part in parts if part.missing is not None]
-    if missing:
-        counts.append(_element("li", _element("strong", "Could not be made: "), *_joined(map(_link, missing))))
-    wrong = any(claim.verdict is Verdict.FAILS for claim in exact)
-    alarm = "✗ An exact claim does not hold. This is no finding: the software is wrong, trust no number on this page."
-    contents = [_element("li", _element("a", "Verdicts", href="#verdicts"))]
-    contents += [_element("li", _link(part)) for part in parts]
-    contents += [_element("li", _element("a", word, href=f"#{word.lower()}")) for word in ("Settings", "Environment")]
+    overview = next((part.outcome.overview for part in parts if part.outcome.overview is not None), None)
     date = machine["date"][:16].replace("T", " ")
     return _element(
         "header",
-        _element("h1", TITLE),
+        _element("h1", TITLE, id="summary"),
         _element("p", *summary),
         *([_element("p", alarm, class_="notice fails", role="alert")] if wrong else []),
+        _element("ul", *(_element("li", *sentence) for sentence in _sentences(parts, titles)), class_="sentences"),
+        *([] if overview is None else [_figure(overview, "What came out, at a glance")]),
         _element("ul", *counts, class_="counts"),
         _element("p", f"blockmean {__version__}, code {machine['code']}, {date} UTC", class_="quiet"),
-        _element("details", _element("summary", "Contents"), _element("nav", _element("ul", *contents))),
     )
+
+
+def _contents(parts: list[Part]) -> Element:
+    """The table of contents, which stays in view: beside the page, or as a bar above it."""
+    links = [_element("a", "Summary", href="#summary"), _element("a", "Verdicts", href="#verdicts")]
+    links += [_element("a", part.short_title, href=f"#{part.anchor}", title=part.title) for part in parts]
+    links += [_element("a", word, href=f"#{word.lower()}") for word in ("Settings", "Environment")]
+    return _element("nav", _element("ul", *(_element("li", link) for link in links)), aria_label="Contents")
+
+
+def _sentences(parts: list[Part], titles: Mapping[str, str]) -> list[list[Element | str]]:
+    """What came out, and what is missing, in words that follow from the verdicts alone."""
+    exact = [claim.verdict for part in parts for claim in part.outcome.claims if claim.exact]
+    holding = (
+        f"{exact.count(Verdict.HOLDS)} of {len(exact)} exact claims hold" if exact else "no exact claim was checked"
+    )
+    sentences: list[list[Element | str]] = [["The mathematics: ", _element("strong", holding), "."]]
+    for part in sorted(parts, key=lambda part: part.outcome.overview is None):  # first what the picture shows
+        statements: dict[str, list[Claim]] = {}
+        for claim in part.outcome.claims:
+            if not claim.exact:
+                statements.setdefault(_statement(claim), []).append(claim)
+        for statement, claims in statements.items():
+            verdict = _verdict_in_words([claim.verdict for claim in claims])
+            reasons = dict.fromkeys(claim.measured for claim in claims if claim.verdict is Verdict.UNKNOWN)
+            why = f": {'; '.join(reasons)}" if reasons else ""
+            link = _element("a", part.short_title, href=f"#{part.anchor}")
+            sentences.append([*_text(f"“{statement}” "), verdict, *_text(why), " (", link, ")."])
+    missing = [part for part in parts if part.missing is not None]
+    if missing:
+        sentences.append([_element("strong", "Could not be made: "), *_joined(map(_link, missing)), "."])
+    damaged = {_link(part): len(part.outcome.unusable) for part in parts if part.outcome.unusable}
+    if damaged:
+        count = sum(damaged.values())
+        what = "record that cannot be used" if count == 1 else "records that cannot be used"
+        sentences.append([_element("strong", f"Counted as missing: {count} {what}"), ", see ", *_joined(damaged), "."])
+    absent = [name for name in titles if name not in {part.name for part in parts}]
+    if absent:
+        advice = f"{', '.join(absent)}; `blockmean report` makes the whole page."
+        sentences.append([_element("strong", "Not asked for: "), *_text(advice)])
+    return sentences
+
+
+def _statement(claim: Claim) -> str:
+    """A claim without the task before its colon and the remark in brackets behind it: what several tasks share."""
+    return re.sub(r"\s*\([^()]*\)$", "", claim.claim.partition(": ")[2] or claim.claim)
+
+
+def _verdict_in_words(verdicts: list[Verdict]) -> Element:
+    """The end of a sentence: "holds", "is within noise in all 4 cases", "holds in 2 of 3 cases, does not hold in 1"."""
+    found = Counter(verdicts).most_common()
+    total = len(verdicts)
+    (verdict, count), *others = found
+    whole = "" if total == 1 else " in both cases" if total == 2 else f" in all {total} cases"
+    cases = f" in {count} of {total} cases" if others else whole
+    rest = "".join(f", {VERBS[other]} in {number}" for other, number in others)
+    return _element("strong", f"{VERBS[verdict]}{cases}{rest}")
 
 
 def _counts(claims: Iterable[Claim]) -> list[Element | str]:
@@ -142,10 +204,8 @@ def _link(part: Part) -> Element:
 
 
 def _verdicts(parts: list[Part]) -> Element:
-    """All claims in one table, a group of rows for each part."""
-    header = [_element("th", word, scope="col") for word in ("Verdict", "Claim of the paper", "Measured", "Kind")]
-    groups = [_group(part) for part in parts if part.outcome.claims or part.missing is not None]
-    return _element(
+    """All claims, a group of rows for each part: findings first; exact claims are folded away if all of them hold."""
+    section = _element(
         "section",
         _element("h2", "Verdicts"),
         _element(
@@ -153,12 +213,33 @@ def _verdicts(parts: list[Part]) -> Element:
             "An exact claim is mathematics: if one does not hold, the software is wrong. A finding is a measurement "
             "and may go either way; it is within noise if the measurement cannot tell which.",
         ),
-        _element("table", _element("thead", _element("tr", *header)), *groups, class_="claims"),
         id="verdicts",
     )
+    open_ones = [part for part in parts if part.missing is not None or any(not c.exact for c in part.outcome.claims)]
+    if open_ones:
+        anchors = {part.name for part in open_ones}
+        section.append(_claims_table([_group(part, False, part.verdicts_anchor) for part in open_ones]))
+    else:
+        anchors = set()
+    exact = [part for part in parts if any(claim.exact for claim in part.outcome.claims)]
+    if exact:
+        claims = [claim for part in exact for claim in part.outcome.claims if claim.exact]
+        groups = [_group(part, True, None if part.name in anchors else part.verdicts_anchor) for part in exact]
+        title = _element("summary", "Exact claims: ", *_counts(claims))
+        details = _element("details", title, _claims_table(groups))
+        if any(claim.verdict is not Verdict.HOLDS for claim in claims):
+            details.set("open", "open")
+        section.append(details)
+    return section
 
 
-def _group(part: Part) -> Element:
+def _claims_table(groups: list[Element]) -> Element:
+    header = [_element("th", word, scope="col") for word in ("Verdict", "Claim of the paper", "Measured", "Kind")]
+    return _element("table", _element("thead", _element("tr", *header)), *groups, class_="claims")
+
+
+def _group(part: Part, exact: bool, anchor: str | None) -> Element:
+    """The exact claims of a part, or its findings and why it is missing."""
     title = _element("th", _link(part), scope="rowgroup", colspan="4")
     rows = [
         _element(
@@ -169,11 +250,12 @@ def _group(part: Part) -> Element:
             _element("td", "exact" if claim.exact else "finding", class_="quiet"),
         )
         for claim in part.outcome.claims
+        if claim.exact == exact
     ]
-    if part.missing is not None:
+    if part.missing is not None and not exact:
         reason = _element("td", "could not be made: ", *_text(part.missing), colspan="3")
         rows.append(_element("tr", _element("td", _badge(Verdict.UNKNOWN)), reason))
-    return _element("tbody", _element("tr", title), *rows, id=part.verdicts_anchor)
+    return _element("tbody", _element("tr", title), *rows, **({} if anchor is None else {"id": anchor}))
 
 
 def _part(part: Part) -> Element:

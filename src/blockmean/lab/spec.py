@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any
@@ -36,7 +37,8 @@ class RunSpec:
     @property
     def key(self) -> str:
         """The name of the record's file, without its suffix."""
-        return f"{self.dataset}-{self.model}-{self.optimizer}-{digest(self.identity(asdict(self)))}"
+        model = file_name(self.model)
+        return f"{self.dataset}-{model}-{self.optimizer}-{digest(self.identity(asdict(self)))}"
 
     @classmethod
     def identity(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,6 +53,11 @@ class RunSpec:
 
     def __hash__(self) -> int:
         return hash(self.key)  # the options are a dict
+
+
+def file_name(text: str) -> str:
+    """A text without the characters that a file name should not have, such as the colon of 'module:object'."""
+    return re.sub(r"[^\w.]+", "-", text)
 
 
 def digest(values: Mapping[str, Any]) -> str:

@@ -257,13 +257,20 @@ def file_of(folder: Path, name: str, threads: int) -> Path:
     return folder / f"{name}-{threads}.json"
 
 
+def unmeasured(folder: Path, names: Sequence[str], on: str, threads: int) -> list[str]:
+    """The optimizers that the record of a network lacks."""
+    path = file_of(folder, on, threads)
+    known = Costs.read(path).rows if path.exists() else {}
+    return [name for name in names if name not in known]
+
+
 def run(
     folder: Path, names: Sequence[str], on: str, threads: int, repetitions: int, longest: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Measure what the record of a network lacks, and write it after every row; yields each row that is new."""
     path = file_of(folder, on, threads)
     known = Costs.read(path).rows if path.exists() else {}
-    missing = [name for name in names if name not in known]
+    missing = unmeasured(folder, names, on, threads)
     if not missing:
         return
     model = network(on)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from blockmean.lab.data import load, verify
 from blockmean.lab.models import AUTOENCODERS, MODELS
+from blockmean.lab.own import is_own, own_model
 from blockmean.lab.spec import RunSpec
 from blockmean.lab.text import CONTEXT, TEXT_MODELS, read_text, vocabulary
 
@@ -153,7 +154,9 @@ def models_of(spec: RunSpec | Task) -> Mapping[str, Callable[[Any], nn.Module]]:
 
 
 def make_model(spec: RunSpec | Task) -> nn.Module:
-    """A new model for a task. Takes no data."""
+    """A new model for a task, by its name or 'module:object'. Takes no data."""
+    if is_own(spec.model):
+        return own_model(spec.model)
     shape = DATASETS[spec.dataset].image or (vocabulary(spec.dataset), CONTEXT)
     return _channels_last(models_of(spec)[spec.model](shape))
 
@@ -179,17 +182,18 @@ def verify_data(task: RunSpec | Task, data_dir: Path | None = None, download: bo
 
 def load_data(spec: RunSpec | Task, data_dir: Path | None = None) -> Data:
     """The data of a run; it is read once per process."""
-    return _load(spec.dataset, spec.inputs, spec.loss, data_dir)
+    return _load(spec.dataset, spec.inputs, spec.loss, data_dir, is_own(spec.model))
 
 
 @lru_cache(maxsize=2)
-def _load(dataset: str, inputs: str, loss: str, data_dir: Path | None) -> Data:
+def _load(dataset: str, inputs: str, loss: str, data_dir: Path | None, plain: bool) -> Data:
     if not DATASETS[dataset].image:
         text = read_text(dataset, data_dir)
         count = DATASETS[dataset].examples
         return Data(text.inputs[:count], text.targets[:count], text.inputs[count:], text.targets[count:])
     images = load(dataset, inputs, data_dir)
-    train, test = (part.contiguous(memory_format=torch.channels_last) for part in (images.train, images.test))
+    layout = torch.contiguous_format if plain else torch.channels_last  # a model of the user's own may use `view`
+    train, test = (part.contiguous(memory_format=layout) for part in (images.train, images.test))
     if loss == "reconstruction":
         return Data(train, train.flatten(1), test, test.flatten(1))
     return Data(train, images.train_labels, test, images.test_labels)

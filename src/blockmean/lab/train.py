@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from blockmean.lab import arms
 from blockmean.lab.data import PREPARATIONS
 from blockmean.lab.environment import environment
+from blockmean.lab.own import check_fit, is_own
 from blockmean.lab.spec import RunSpec
 from blockmean.lab.tasks import (
     DATASETS,
@@ -37,7 +38,8 @@ Record = dict[str, Any]
 def check(spec: RunSpec) -> None:
     """Raise ValueError if the run, or writing its record, is bound to fail. Takes no data and no time."""
     steps_per_epoch(spec.dataset, spec.batch)
-    require_one_of("model", spec.model, models_of(spec))
+    if not is_own(spec.model):
+        require_one_of("model", spec.model, (*models_of(spec), "module:function"))
     require_one_of("optimizer", spec.optimizer, tuple(arms.known()))
     require_one_of("inputs", spec.inputs, PREPARATIONS)
     if spec.flip and not DATASETS[spec.dataset].image:
@@ -56,6 +58,16 @@ def check(spec: RunSpec) -> None:
             ) from None
     with torch.random.fork_rng(devices=[]):
         make_optimizer(spec, make_model(spec))
+
+
+def check_model(spec: RunSpec, data: Data) -> None:
+    """Raise ValueError if the model cannot take the data of its run; those that are known here can."""
+    if is_own(spec.model):
+        with torch.random.fork_rng(devices=[]):
+            model = make_model(spec)
+            some = slice(max(spec.batch, 1_000))  # enough to have every class
+            examples = data.train[some], data.train_targets[some]
+            check_fit((spec.model, model), (spec.loss, LOSSES[spec.loss].mean), examples)
 
 
 def make_optimizer(spec: RunSpec, model: nn.Module) -> torch.optim.Optimizer:

@@ -1,47 +1,68 @@
-"""A picture of one training run."""
+"""A picture of one training run, or of several beside each other."""
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from blockmean.lab.arms import ARMS
 from blockmean.lab.picture import Picture, save
+from blockmean.lab.race import seconds_after, smoothed
+from blockmean.lab.tasks import LOSSES
+from blockmean.lab.train import Record
 
-SMOOTH = 50
-"""The most steps that the loss is averaged over: single batches are too noisy to read."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {arm.optimizer: arm.colour for arm in reversed(ARMS.values())}  # those of the race, where it has them
+FURTHER = ("tab:green", "tab:orange", "tab:purple", "tab:olive", "tab:cyan", "tab:pink")
+MOST_POINTS = 500
 
 
-def draw_training_curve(record: dict[str, Any], losses: list[float], path: Path) -> Picture:
-    """Loss per step and test error per epoch."""
-    spec = record["spec"]
-    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
-    diverged = "" if record["diverged_at"] is None else f" – diverged at step {record['diverged_at'] + 1}"
-    task = f"{spec['model']} model on {spec['dataset']}"
-    figure.suptitle(f"{spec['optimizer']}, learning rate {spec['lr']:g}: {task}{diverged}")
-    left, right = figure.subplots(1, 2)
-    steps = range(1, len(losses) + 1)
-    left.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="each batch")
-    window = max(1, min(SMOOTH, len(losses) // 10))
-    left.plot(steps, _smooth(losses, window), color="tab:blue", label=f"mean of the last {window}")
-    left.set(xlabel="step", ylabel="training loss (cross-entropy)", ylim=(0, None))
-    left.legend(fontsize=8)
-    errors = [epoch["test_error"] for epoch in record["epochs"]]
-    right.plot(range(1, len(errors) + 1), errors, color="tab:red", marker="o", markersize=3)
-    right.set(xlabel="epoch", ylabel="test error", xlim=(0.5, max(1, len(errors)) + 0.5), ylim=(0, None))
-    if not errors:
-        right.text(0.5, 0.5, "no epoch was completed", ha="center", va="center", transform=right.transAxes)
-    right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.yaxis.set_major_formatter(PercentFormatter(1.0))
-    for ax in (left, right):
-        ax.grid(alpha=0.3)
+def draw_training_curves(records: Sequence[Record], path: Path) -> Picture:
+    """Training loss against steps and against processor seconds, and the test error after every epoch."""
+    spec = records[0]["spec"]
+    figure = Figure(figsize=(12.5, 4.2), layout="constrained")
+    axes = figure.subplots(1, 3)
+    by_step, by_second, errors = axes
+    free = iter(FURTHER)
+    for record in records:
+        name = record["spec"]["optimizer"]
+        colour = COLOURS.get(name) or next(free)
+        diverged = "" if record["diverged_at"] is None else f", diverged at step {record['diverged_at'] + 1}"
+        label = f"{name}, lr {record['spec']['lr']:g}{diverged}"
+        losses = smoothed(record)
+        at = range(1, len(losses) + 1, max(1, len(losses) // MOST_POINTS))
+        shown = [losses[step - 1] for step in at]
+        if len(records) == 1:
+            by_step.plot(at, [record["losses"][step - 1] for step in at], color=colour, alpha=0.25, linewidth=0.8)
+        by_step.plot(at, shown, color=colour, label=label)
+        by_second.plot([seconds_after(record, step) for step in at], shown, color=colour)
+        tests = [epoch["test_error"] for epoch in record["epochs"]]
+        errors.plot(range(1, len(tests) + 1), tests, color=colour, marker="o", markersize=3)
+    images = spec["loss"] == "cross_entropy"
+    by_step.set(xlabel="step", ylabel=f"training loss ({spec['loss'].replace('_', '-')}), smoothed")
+    by_second.set(xlabel="processor seconds, one thread")
+    errors.set(xlabel="epoch", ylabel=LOSSES[spec["loss"]].unit if not images else "test error", ylim=(0, None))
+    errors.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if images:
+        errors.yaxis.set_major_formatter(PercentFormatter(1.0))
+    for ax in (by_step, by_second):
+        ax.set_yscale("log")
+    for ax in axes:
+        _finish(ax)
+    figure.suptitle(f"{spec['model']} model on {spec['dataset']}, batch {spec['batch']}, seed {spec['seed']}")
+    figure.legend(loc="outside lower center", ncols=min(4, len(records)), frameon=False)
     return save(figure, path)
 
 
-def _smooth(losses: list[float], window: int) -> list[float]:
-    """The mean of the last `window` losses at every step."""
-    sums = list(accumulate(losses, initial=0.0))
-    return [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]
+def _finish(ax: Axes) -> None:
+    if not any(len(line.get_xdata()) for line in ax.lines):  # type: ignore[arg-type]  # a range or a list
+        ax.text(0.5, 0.5, "nothing to show", ha="center", va="center", transform=ax.transAxes)
+    ax.grid(alpha=0.3, which="both", linewidth=0.6)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)

@@ -33,8 +33,10 @@ from blockmean.lab.tasks import steps_per_epoch
 from blockmean.lab.train import Record
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
+THE_PAPERS = {"diag": "one rate per parameter", "BMA": "block means", "full": "the whole matrix"}
 QUANTITIES = ("train_loss", "test_error")
 PANELS = ["mnist-small", "mnist-large", "cifar10-small", "cifar10-large"]  # in the order of the paper
 TITLES = {"digits": "MNIST, 4,000 digits", "mnist": "MNIST", "cifar10": "CIFAR-10"}
@@ -124,7 +126,10 @@ def fig5(config: ReportConfig) -> Outcome:
     notes += [f"{one.title}: {provenance(one.findings.every)}." for one in started if one.findings.every]
     tables = [table for one in started for table in (_results(one), *_first_epochs(one), *_rates(one))]
     unusable = [problem for one in found for problem in one.findings.unusable]
-    return Outcome([claim for one in found for claim in _claims(one)], pictures, tables, notes, unusable)
+    claims = [claim for one in found for claim in _claims(one)]
+    shown = [one for one in ready if not one.published] or ready
+    overview = draw_overview(shown, config.out / "fig5-overview") if shown else None
+    return Outcome(claims, pictures, tables, notes, unusable, overview)
 
 
 def find(config: ReportConfig) -> list[StudyResult]:
@@ -159,6 +164,31 @@ def draw(found: list[StudyResult], arms: set[str], path: Path) -> Picture:
         caption += " Runs that are stuck are not drawn, only counted."
     if any(one.study.name in AUTHORS for one in found):
         caption += " Triangles at the right edge: where the authors' curves end (one run, more epochs than ours)."
+    return save(figure, path, caption)
+
+
+def draw_overview(found: list[StudyResult], path: Path) -> Picture:
+    """The training loss of the paper's three methods, a panel for each study in one row."""
+    figure = Figure(figsize=(max(6.0, 3.1 * len(found)), 3.0), layout="constrained")
+    entries: dict[str, Artist] = {}
+    for one, ax in zip(found, figure.subplots(1, len(found), squeeze=False)[0], strict=True):
+        curves(ax, {arm: one.results[arm] for arm in THE_PAPERS if arm in one.results}, "train_loss", one.batches)
+        ax.set_title(one.title, fontsize=10)
+        ax.grid(alpha=0.3)
+        ax.tick_params(labelsize=8)
+        handles, labels = ax.get_legend_handles_labels()
+        entries |= {label.partition(" (")[0]: handle for handle, label in zip(handles, labels, strict=True)}
+        failures = [label for label in labels if "(" in label]
+        ax.text(0.97, 0.97, "\n".join(failures), fontsize=8, ha="right", va="top", transform=ax.transAxes)
+    figure.supxlabel("epoch", fontsize=10)
+    figure.supylabel("training loss", fontsize=10)
+    words = {arm: f"{arm}: {THE_PAPERS[arm]}" for arm in entries}
+    figure.legend(entries.values(), words.values(), loc="outside upper center", ncols=3, fontsize=10, frameon=False)
+    shown = [record for one in found for arm in THE_PAPERS for record in one.results.get(arm, [])]
+    caption = "Training loss of AdaGrad, summed over an epoch. Thick: the mean over seeds; thin: each seed."
+    failed = sum(map(_failed, shown))
+    if failed:
+        caption += f" {failed} of {len(shown)} runs diverged or got stuck at the loss of guessing."
     return save(figure, path, caption)
 
 

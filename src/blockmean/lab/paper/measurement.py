@@ -35,7 +35,7 @@ def load_or_measure(
             print(f"{error}; it counts as missing.", file=sys.stderr)
     if record is None:
         if not config.measure:
-            command = f"blockmean reproduce {part} --profile {config.profile}"
+            command = f"blockmean reproduce {part} --profile {config.profile} --records {config.records}"
             raise FileNotFoundError(f"{problem}: `{command}` measures it.")
         record = {"spec": spec, "environment": environment(), **measure()}
         store(path, record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,8 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     unusable: list[str] = field(default_factory=list)
     """One sentence for each record that is there and cannot be used."""
+    overview: Picture | None = None
+    """The findings at a glance, for the top of the report."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,5 @@ class ReportConfig:
     """The folder with the project's own records, for studies that this profile does not run."""
     measure: bool = True
     """Whether to take a measurement that has no record yet."""
+    on_progress: Callable[[str, int, int], None] = field(default=lambda what, done, total: None, compare=False)
+    """Called with (what, done, total) while something takes long."""

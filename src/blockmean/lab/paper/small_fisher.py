@@ -66,12 +66,24 @@ def _measure(dataset: str, config: ReportConfig) -> Record:
     """Both matrices, as triangles, and how well `curvature.empirical_fisher` agrees with the second."""
     data = load(dataset, "normalised", config.data_dir)
     images, labels = data.train[:SAMPLES].double(), data.train_labels[:SAMPLES]
+    stages = 3 + len(CUTS)
+
+    def report(done: int) -> None:
+        config.on_progress("Fisher matrices of Figures 3 and 4", done, stages)
+
+    report(0)
     model = untrained()
     initial = fisher(model, images, labels)
+    report(1)
     _train(model, data.train, data.train_labels)
+    report(2)
     trained = fisher(model, images, labels)
-    deviation = max(_deviation(model.double(), by, images, labels, trained) for by in CUTS)
-    return {"initial": _triangle(initial), "trained": _triangle(trained), "deviation": deviation}
+    deviations: list[float] = []
+    for by in CUTS:
+        report(3 + len(deviations))
+        deviations.append(_deviation(model.double(), by, images, labels, trained))
+    report(stages)
+    return {"initial": _triangle(initial), "trained": _triangle(trained), "deviation": max(deviations)}
 
 
 def _deviation(model: nn.Module, by: str, images: Tensor, labels: Tensor, F: Tensor) -> float:

@@ -40,12 +40,12 @@ def timings(config: ReportConfig) -> Record:
         config,
         "table4",
         spec,
-        lambda: {"models": {name: _measure(name, rounds[name]) for name in ARMS}},
+        lambda: {"models": {name: _measure(name, rounds[name], config) for name in ARMS}},
         _require_all_rounds,
     )
 
 
-def _measure(name: str, rounds: int) -> dict[str, Any]:
+def _measure(name: str, rounds: int, config: ReportConfig) -> dict[str, Any]:
     """Milliseconds of a forward and backward pass, and of a step of every optimizer, in each round."""
     torch.set_num_threads(1)
     images = load("digits")
@@ -61,7 +61,8 @@ def _measure(name: str, rounds: int) -> dict[str, Any]:
     step: dict[str, list[float]] = {arm: [] for arm in optimizers}
     order = list(optimizers)
     shuffle = random.Random(0).shuffle
-    for _ in range(rounds + 1):
+    for done in range(rounds + 1):
+        config.on_progress(f"iterations of Table 4, {name} model", done, rounds)
         batch = torch.randint(len(images.train), (BATCH,), generator=generator)
         inputs = images.train[batch].contiguous(memory_format=torch.channels_last)
         began = time.process_time()
