@@ -9,8 +9,9 @@ take exactly the step of the principal submatrix without it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -239,16 +240,14 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         work.plan.parts = [part._replace(tensors=part.tensors._replace(grads=[])) for part in work.plan.parts]
 
     def _solver(self, work: Work, names: Collection[str], initial: float) -> Solver | None:
-        """The native solve, if it can do what is asked: roots that serve for several steps, and absences, it cannot."""
+        """The native solve, if all tensors take part."""
         plan: Plan | None = work.plan
         if plan is None or not work.in_order:
             return None
         if plan.solver is None:
             corrected = [part.passes for part in plan.parts if part.rule.form.corrects]
-            if (
-                "root" not in names
-                and all(isinstance(passes, NATIVE) for passes in corrected)
-                and can_solve(work.layout, work.states, names, self.statistics_kept)
+            if all(isinstance(passes, NATIVE) for passes in corrected) and can_solve(
+                work.layout, work.states, names, self.statistics_kept
             ):
                 plan.solver = Solver(work.layout, work.states, list(names), initial)
         return plan.solver
@@ -269,7 +268,8 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             self._last[work.number] = (solver.common, solver.change)
             if work.plan.parts[0].passes.is_local:  # `apply_` will do it
                 return None
-            return solver.solve(rule, work.sums, self.count_fallback)
+            steps = dict(zip(work.indices, work.steps, strict=True))
+            return solver.solve(rule, work.sums, self.count_fallback, partial(_is_due, work, steps))
         n, scale = self._measures(work, form)
         common = scale * (u if form.takes_raw_sums else work.sums[3 if form.is_weighted else 2])
         change, kappa = torch.zeros_like(common), torch.ones_like(common)
@@ -311,8 +311,8 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             for i in moving:
                 first = layout.starts[i] - component.blocks.start
                 present[first : first + layout.counts[i]] = True
-            due = any((int(work.states[i]["step"]) - 1) % work.group["refresh_every"] == 0 for i in moving)
-            if not due and torch.equal(part["root_of"], present):
+            steps = {i: int(work.states[i]["step"]) for i in moving}
+            if not _is_due(work, steps, moving) and torch.equal(part["root_of"], present):
                 return part["root"]
             part["root_of"].copy_(present)
         A = normalised(part["U"], n, rule.form.keeps_diagonal)
@@ -339,6 +339,11 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             own = n[component.blocks]
             own = part["energy"].sqrt() * (own > 0) if form.is_weighted else own
             yield component, normalised(part["U"], own, form.keeps_diagonal)
+
+
+def _is_due(work: Work, steps: Mapping[int, int], members: Sequence[int]) -> bool:
+    """Whether a new root is due for the matrix of these tensors."""
+    return any((steps[i] - 1) % work.group["refresh_every"] == 0 for i in members)
 
 
 def _describe_state(work: Work) -> str:
