@@ -239,6 +239,12 @@ def test_checkpoints_load_by_name_in_another_order(case, two, tmp_path):
         assert sharded.difference(resumed, expected) <= bound(case)
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
+def test_the_sharded_state_of_adamw_goes_on(case, two):
+    for steps, error in two.run(sharded.after_adamw, case):
+        assert steps == {4} and error <= 1e-12
+
+
 @pytest.mark.parametrize("case", SEVERAL, ids=str)
 def test_whole_state_is_cut_where_it_is_loaded(case, two):
     for how in ("rows", "columns"):

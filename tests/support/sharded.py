@@ -563,3 +563,24 @@ def adapted_damping() -> tuple[float, float, float]:
         dampings.append(optimizer.param_groups[0]["damping"])
     ends = values_of(whole), values_of(sharded)
     return dampings[0], dampings[1], max(float((ends[0][k] - ends[1][k]).abs().max()) for k in ends[0])
+
+
+def after_adamw(case: Case) -> tuple[set[int], float]:
+    """Go on with the state of AdamW, sharded and whole: the steps of the state that was loaded, and the error."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = torch.randn(9, world, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ends, steps = [], set()
+    for model in (mlp(), fully_shard(mlp(), mesh=mesh_of(world))):
+        is_sharded = any(isinstance(param, DTensor) for param in model.parameters())
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for t, batch in enumerate(inputs):
+            if t == 4:
+                saved = get_optimizer_state_dict(model, optimizer)
+                optimizer = optimizer_of(case, model)
+                set_optimizer_state_dict(model, optimizer, saved)
+                steps |= {int(state["step"]) for state in optimizer.state.values()}
+            model(batch[rank] if is_sharded else batch.flatten(0, 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(values_of(model))
+    return steps, max(float((ends[0][k] - ends[1][k]).abs().max()) for k in ends[0])

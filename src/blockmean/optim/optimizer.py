@@ -310,7 +310,7 @@ class BlockMeanOptimizer(Optimizer):
         """What has to be the same on all processes, though no exchange depends on it: names, options, steps taken."""
         found: list[Any] = []
         for group in (self.param_groups[number] for number, layout in enumerate(self._layouts) if layout.is_sharded):
-            options = [(name, group[name]) for name in sorted(self.defaults.keys() - {"foreach", "fused"})]
+            options = [(name, group.get(name)) for name in sorted(self.defaults.keys() - {"foreach", "fused"})]
             plain = [(name, float(value) if isinstance(value, Tensor) else value) for name, value in options]
             states = [self.state.get(param, {}) for param in distinct(group)]
             steps = [[int(state[name]) for name in self.counters if name in state] for state in states]
