@@ -212,12 +212,13 @@ def outputs_of(model: nn.Module) -> dict[Tensor, int | Tensor]:
     found: dict[Tensor, int | Tensor] = {}
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
+        names = {cls.__name__ for cls in type(module).__mro__}  # fully_shard makes a subclass of another name
         if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
             inputs, outputs = module.weight.shape[:2]
             group = torch.arange(inputs) * module.groups // inputs
             labels = (group[:, None] * outputs + torch.arange(outputs)).view(inputs, outputs, *[1] * (weight.ndim - 2))
             found[module.weight] = labels if module.groups > 1 else 1
-        elif type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and hasattr(module, "nf"):
+        elif "Conv1D" in names and isinstance(weight, Tensor) and hasattr(module, "nf"):
             found[weight] = 1
     return found
 

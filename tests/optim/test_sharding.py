@@ -99,6 +99,12 @@ def test_anova_takes_two_collectives_and_five_where_means_turn(two):
             assert calls[1] == (3 * inputs + (4 + 2 * (t % 4 == 0)) * with_means, 4)
 
 
+@pytest.mark.parametrize(("case", "calls"), [(CASES[0], [1]), (("Anova", {"means": 2}), [2, 5])], ids=str)
+def test_all_parameter_groups_share_the_collectives_of_a_step(case, calls, two):
+    for steps in two.run(sharded.collectives, case, "rows", 6, torch.float32, True):
+        assert sorted({len(seen) for seen in steps[1:]}) == calls
+
+
 def test_hybrid_shards_talk_to_their_own_group_only(four):
     found = four.run(sharded.collectives, ("AdamBMA", {}), "hybrid", 3, torch.float32)
     assert all(len(calls) == 1 for steps in found for calls in steps[1:])
@@ -161,7 +167,36 @@ def test_processes_that_differ_say_so_and_do_not_wait(case, two):
 @pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
 def test_a_gradient_that_some_processes_lack_is_an_error_on_all(case, two):
     for said in two.run(sharded.disagree, case, "gradient"):
-        assert said[0] == "stepped" and "has a gradient on 1 of the 2 processes" in said[1] and said[2] == "stepped"
+        assert said[0] == "stepped" and said[2] == "stepped"
+        assert "has a gradient on some of the processes only" in said[1]
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
+def test_also_on_those_that_have_no_other_part_of_it(case, four):
+    for said in four.run(sharded.lack, case):
+        assert said[0] == "stepped" and said[2] == "stepped"
+        assert "has a gradient on some of the processes only" in said[1]
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
+@pytest.mark.parametrize("trouble", ["order", "option", "resumed"])
+def test_processes_compare_names_options_and_steps_when_they_meet(case, trouble, two):
+    for said in two.run(sharded.differ, case, trouble):
+        assert all("The processes disagree about the sharded parameters" in one for one in said)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
+def test_state_is_loaded_by_all_processes_or_none(case, two):
+    for said in two.run(sharded.differ, case, "loaded"):
+        assert said[0] == "stepped"
+        assert all("either all or none have loaded a state" in one for one in said[1:])
+    assert two.run(sharded.differ, case, "all loaded") == [["stepped"] * 3] * 2
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
+def test_sums_that_overflow_only_together_stop_all(case, two):
+    for said in two.run(sharded.overflow, case):
+        assert "on another process is not finite, or the sums over it overflow" in said
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
@@ -204,6 +239,12 @@ def test_checkpoints_load_by_name_in_another_order(case, two, tmp_path):
         assert sharded.difference(resumed, expected) <= bound(case)
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
+def test_the_sharded_state_of_adamw_goes_on(case, two):
+    for steps, error in two.run(sharded.after_adamw, case):
+        assert steps == {4} and error <= 1e-12
+
+
 @pytest.mark.parametrize("case", SEVERAL, ids=str)
 def test_whole_state_is_cut_where_it_is_loaded(case, two):
     for how in ("rows", "columns"):
@@ -223,6 +264,16 @@ def test_fully_sharded_training_ends_where_training_on_all_samples_does(case, ki
 @pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
 def test_hybrid_sharded_training_too(case, four):
     assert max(four.run(sharded.fsdp, case, "hybrid")) <= (1e-9 if case[0] == "Anova" else 1e-12)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
+def test_modules_that_store_inputs_first_keep_their_units_when_sharded(case, two):
+    assert max(two.run(sharded.transposed, case)) <= 1e-12
+
+
+def test_replicas_that_see_other_samples_adapt_their_damping_alike(four):
+    for whole, found, error in four.run(sharded.adapted_damping):
+        assert whole == found != 0.1 and error <= 1e-12
 
 
 @pytest.mark.parametrize("case", SEVERAL, ids=str)

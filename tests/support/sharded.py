@@ -166,10 +166,14 @@ def counted() -> Iterator[list[tuple[int, int]]]:
         dist.all_reduce = original
 
 
-def collectives(case: Case, how: str, steps: int, dtype: torch.dtype) -> list[list[tuple[int, int]]]:
-    """The collectives of every step: numbers, and bytes per number."""
+def collectives(
+    case: Case, how: str, steps: int, dtype: torch.dtype, grouped: bool = False
+) -> list[list[tuple[int, int]]]:
+    """The collectives of every step: numbers, and bytes per number. `grouped`: every tensor is a parameter group."""
     model = Net(how, dtype=dtype)
     optimizer = optimizer_of(case, model)
+    if grouped:
+        optimizer = type(optimizer)([{"params": [named]} for named in model.named_parameters()], **case[1])
     found = []
     for t in range(steps):
         set_gradients(model, t)
@@ -235,6 +239,61 @@ def disagree(case: Case, trouble: str) -> list[str]:
         if trouble == "options" or (trouble == "failure" and t == 1):
             break
     return said
+
+
+class Twins(nn.Module):
+    """Two matrices of equal shape, by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for seed, name in enumerate("pq"):
+            value = torch.randn(6, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            whole = distribute_tensor(value, mesh_of(dist.get_world_size()), [Shard(0)], src_data_rank=None)
+            self.register_parameter(name, nn.Parameter(whole))
+
+
+def differ(case: Case, trouble: str) -> list[str]:
+    """What steps say if the first process differs in what the sizes of an exchange do not tell."""
+    odd, (cls, options) = dist.get_rank() == 0, case
+    model = Twins()
+    before = optimizer_of(case, model)
+    take_steps(model, before, range(3))
+    saved = copy.deepcopy(before.state_dict())
+    named = list(model.named_parameters())
+    if trouble == "order" and odd:
+        named.reverse()
+    if trouble == "option" and odd:
+        options = {**options, "betas": (0.8, 0.99)}
+    optimizer = getattr(blockmean, cls)(named, **options)
+    if trouble == "resumed" and odd:
+        optimizer.load_state_dict(saved)
+    said = []
+    for t in range(3, 6):
+        if t == 4 and (trouble == "all loaded" or (trouble == "loaded" and odd)):
+            optimizer.load_state_dict(saved)
+        set_gradients(model, t)
+        said.append(attempt(optimizer))
+    return said
+
+
+def lack(case: Case) -> list[str]:
+    """On a grid, a process lacks the gradient of a tensor that another one has nothing to do with."""
+    model = Net("grid")  # the bias is sharded over one of the two dims
+    optimizer = optimizer_of(case, model)
+    said = []
+    for t in range(3):
+        set_gradients(model, t, ("a.bias",) if t == 1 and dist.get_rank() == 0 else ())
+        said.append(attempt(optimizer))
+    return said
+
+
+def overflow(case: Case) -> str:
+    """Gradients that are finite, and whose sums over processes are not."""
+    model = Net("rows")
+    optimizer = optimizer_of(case, model)
+    set_gradients(model, 0)
+    model.get_parameter("a.weight").grad._local_tensor.fill_(1e154)  # type: ignore[union-attr]
+    return attempt(optimizer)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -447,3 +506,81 @@ def partial_gradient(case: Case) -> float:
             optimizer.step()
         ends.append(values_of(model))
     return difference(ends[1], ends[0])
+
+
+class Conv1D(nn.Module):
+    """Stores (in, out), as the module of this name in transformers does."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.nf = outputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def transposed(case: Case) -> float:
+    """Train modules that store (in, out), each of them sharded for itself."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = torch.randn(4, world, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.manual_seed(0)
+    whole = nn.Sequential(Conv1D(9, 6), nn.Tanh(), Conv1D(5, 9)).double()
+    sharded = copy.deepcopy(whole)
+    for module in (sharded[0], sharded[2], sharded):
+        fully_shard(module, mesh=mesh_of(world))
+    first, second = (getattr(blockmean, case[0])(model, **case[1]) for model in (whole, sharded))
+    for batch in inputs:
+        whole(batch.flatten(0, 1)).square().mean().backward()
+        sharded(batch[rank]).square().mean().backward()
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    ends = values_of(whole), values_of(sharded)
+    return max(float((ends[0][k] - ends[1][k]).abs().max()) for k in ends[0])
+
+
+def adapted_damping() -> tuple[float, float, float]:
+    """NaturalGradientBMA under HSDP, whose replicas see other samples: its damping, that of one process, and the error
+    of the parameters."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = torch.randn(12, world, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole, sharded = mlp(), mlp()
+    fully_shard(sharded, mesh=mesh_of(2, world // 2))
+    dampings = []
+    for model in (whole, sharded):
+        optimizer = blockmean.NaturalGradientBMA(model.named_parameters(), lr=0.1, adapt_damping=True)
+        for batch in inputs:
+            own = batch.flatten(0, 1) if model is whole else batch[rank]
+
+            def closure(model: nn.Module = model, own: Tensor = own, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(own).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        dampings.append(optimizer.param_groups[0]["damping"])
+    ends = values_of(whole), values_of(sharded)
+    return dampings[0], dampings[1], max(float((ends[0][k] - ends[1][k]).abs().max()) for k in ends[0])
+
+
+def after_adamw(case: Case) -> tuple[set[int], float]:
+    """Go on with the state of AdamW, sharded and whole: the steps of the state that was loaded, and the error."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = torch.randn(9, world, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ends, steps = [], set()
+    for model in (mlp(), fully_shard(mlp(), mesh=mesh_of(world))):
+        is_sharded = any(isinstance(param, DTensor) for param in model.parameters())
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for t, batch in enumerate(inputs):
+            if t == 4:
+                saved = get_optimizer_state_dict(model, optimizer)
+                optimizer = optimizer_of(case, model)
+                set_optimizer_state_dict(model, optimizer, saved)
+                steps |= {int(state["step"]) for state in optimizer.state.values()}
+            model(batch[rank] if is_sharded else batch.flatten(0, 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(values_of(model))
+    return steps, max(float((ends[0][k] - ends[1][k]).abs().max()) for k in ends[0])

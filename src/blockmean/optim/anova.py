@@ -30,7 +30,7 @@ With k = O and k = I there is no remainder: Adam in the rotated basis, as SOAP.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from types import MappingProxyType
@@ -119,6 +119,7 @@ class Plan:
     ages: list[tuple[int, int]] = field(default_factory=list)  # their steps, and those since their means began
     others: list[int] = field(default_factory=list)  # matrices that the kernels cannot serve, or whose means begin
     sharded: dict[int, Shard] = field(default_factory=dict)  # matrices that other processes have a part of, by tensor
+    walks: list[tuple[Iterator[parts.Sums], Sides, str]] = field(default_factory=list)  # their steps, and devices
     serves_again: bool = True
     sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # zeros, one per tensor
 
@@ -454,26 +455,34 @@ class Anova(BlockMeanOptimizer):
                         parts.apply_(step, [work.params[j] for j in at], grads, batch.buffers, floors)
         if plan.sharded:
             assert solution is not None
-            self._apply_sharded(work, plan, {i: solution[:, [column[i]]] for i in plan.sharded})
-        if not plan.serves_again:
+            self._start_walks(work, plan, {i: solution[:, [column[i]]] for i in plan.sharded})
+        if not plan.serves_again and not plan.sharded:
             work.plan = None
 
-    def _apply_sharded(self, work: Work, plan: Plan, floors: Mapping[int, Tensor]) -> None:
-        """One step of all sharded matrices side by side, so that one collective serves all of them."""
-        walks = []
+    def _start_walks(self, work: Work, plan: Plan, floors: Mapping[int, Tensor]) -> None:
+        """Let the steps of the sharded matrices of a group begin."""
         for i, shard in plan.sharded.items():
             state = work.states[i]
             if not shard.products:
                 self._begin(work.tensors[i], state, shard.kind, work.group)
             step = self._numbers(work.group, int(state["step"]), age_of(state))
             own = [shard.param], [shard.grad], _batched(state), floors[i]
-            walks.append((parts.walk_(step, *own, shard.products, shard.places), shard.sides))
-        with torch.autocast(work.sums.device.type, enabled=False):
-            while walks:
-                asked = [(next(walk, None), walk, sides) for walk, sides in walks]
-                walks = [(walk, sides) for sums, walk, sides in asked if sums is not None]
-                requests = [Request(x, getattr(sides, side)) for sums, _, sides in asked if sums for x, side in sums]
-                add_up(requests)
+            walk = parts.walk_(step, *own, shard.products, shard.places)
+            plan.walks.append((walk, shard.sides, shard.param.device.type))
+
+    def finish_(self, works: list[Work]) -> None:
+        """The steps of the sharded matrices of all groups, side by side: one collective serves all of them."""
+        walks = [walk for work in works if work.plan is not None for walk in work.plan.walks]
+        while walks:
+            requests, going = [], []
+            for walk, sides, device in walks:
+                with torch.autocast(device, enabled=False):
+                    sums = next(walk, None)
+                if sums is not None:
+                    going.append((walk, sides, device))
+                    requests += [Request(x, getattr(sides, side)) for x, side in sums]
+            add_up(requests)
+            walks = going
 
     def _begin(self, param: Tensor, state: dict[str, Any], kind: Kind, group: dict[str, Any]) -> None:
         """Let the means of a sharded matrix begin in this step."""

@@ -41,7 +41,7 @@ from blockmean.optim.correction import accumulate_, average_, normalised
 from blockmean.optim.layout import Component
 from blockmean.optim.optimizer import BlockMeanOptimizer, Work
 from blockmean.optim.passes import arithmetic, move_
-from blockmean.optim.sharding import Request, add_up
+from blockmean.optim.sharding import Request, add_up, groups_of
 
 ADAPT = 1.5
 """The factor by which `adapt_damping` raises or lowers the damping."""
@@ -153,9 +153,11 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         return before
 
     def _averaged(self, change: float) -> float:
-        """The mean over the processes that share parameters, each of which sees the loss of its own samples."""
+        """The mean over all processes that have parameters in common, each of which sees the loss of its own samples:
+        also over those that replicate them, or else replicas would adapt differently."""
         total = torch.tensor([change, 1.0], dtype=torch.float64, device="cpu")
-        add_up([Request(total, tuple(self._process_groups()))], torch.float64)
+        params = [param for group in self.param_groups for param in group["params"]]
+        add_up([Request(total, tuple(dict.fromkeys(g for param in params for g in groups_of(param))))], torch.float64)
         return float(total[0] / total[1])
 
     def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ A new optimizer is one file with four hooks: `init_state`, `block_sums`, `solve`
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -178,6 +177,9 @@ class BlockMeanOptimizer(Optimizer):
         """Pass 2: update state and parameters."""
         raise NotImplementedError
 
+    def finish_(self, works: list[Work]) -> None:
+        """What all groups do together after pass 2."""
+
     # ---------------------------------------------------------------- the step
 
     @overload
@@ -228,6 +230,7 @@ class BlockMeanOptimizer(Optimizer):
             torch._foreach_add_([state["step"] for state in work.states.values()], 1)
         for work in busy:
             self.apply_(work, self.solve(work))
+        self.finish_(busy)
         for work in busy:
             if self.keeps_lists and not work.is_sharded:
                 self._keep(work)
@@ -264,12 +267,20 @@ class BlockMeanOptimizer(Optimizer):
                 shares, question = self._ask(busy)
             except Exception as error:
                 failure = error
-        raises, skips = self._exchange.add_up(question, failure, self._process_groups)
+        raises, skips, *present = self._exchange.add_up(question, failure, self._process_groups)
+        if any(0 < share < 1 for share in present):
+            raise RuntimeError(
+                f"{type(self).__name__}: a sharded parameter has a gradient on some of the processes only. Let all "
+                "have one (of zeros, if need be), or none. Nothing was changed."
+            )
         for owner, i, share in shares:
-            self._take_share(owner, i, share)
+            if owner is not None:
+                layout, sums = owner.layout, owner.sums
+                blocks = slice(layout.starts[i], layout.starts[i] + layout.counts[i])
+                sums[:, blocks] += share.value.view(len(sums), -1).to(sums)
         if raises and not question.votes[0]:
             raise ValueError("A gradient on another process is not finite. Nothing was changed.")
-        return skips
+        return skips > 0
 
     def _process_groups(self) -> list[Any]:
         params = [param for group in self.param_groups for param in group["params"]]
@@ -281,34 +292,35 @@ class BlockMeanOptimizer(Optimizer):
         shares: list[tuple[Work | None, int, Request]] = []
         further: list[Request] = []
         about = []
+        present = []
         for number, layout in enumerate(self._layouts):
             work, tensors = works.get(number), distinct(self.param_groups[number])
             rows = self.num_rows(self.param_groups[number] if work is None else work.group)
             own = {} if work is None else split_shards(work, rows)
             every = self.param_groups[number].get("refresh_every")
-            about.append((layout.fingerprint, rows, every) if layout.is_sharded else ())
+            about.append((layout.fingerprint, layout.coupling, rows, every) if layout.is_sharded else ())
             for i in layout.sharded:
-                nothing = torch.zeros(rows * layout.counts[i] + 1, dtype=torch.float64, device="cpu")
+                present.append(work is not None and i in work.states)
+                nothing = torch.zeros(rows * layout.counts[i], dtype=torch.float64, device="cpu")
                 shares.append((work, i, Request(own.get(i, nothing), sharding.sides_of(tensors[i]).both)))
             if layout.is_sharded:
                 further += self.requests(number, work)
         bad = [work.group["nonfinite"] for work in busy if not finite_blocks(work.sums).all()]
         bad += [work.group["nonfinite"] for work, _, share in shares if work and not share.value.isfinite().all()]
         asked = [share for *_, share in shares] + further
-        return shares, Question(asked, about, self.exchange_dtype(), ["raise" in bad, "skip" in bad])
+        votes = ["raise" in bad, "skip" in bad, *present]
+        return shares, Question(asked, about, self.exchange_dtype(), votes, self._training)
 
-    def _take_share(self, work: Work | None, i: int, share: Request) -> None:
-        """Add what all processes know of a sharded tensor to the sums of its group."""
-        present, everyone = int(share.value[-1]), math.prod(group.size() for group in share.groups)
-        if present not in (0, everyone):
-            raise RuntimeError(
-                f"{type(self).__name__}: a sharded parameter has a gradient on {present} of the {everyone} processes "
-                "that share it. Let all have one (of zeros, if need be), or none. Nothing was changed."
-            )
-        if work is not None:
-            layout = work.layout
-            blocks = slice(layout.starts[i], layout.starts[i] + layout.counts[i])
-            work.sums[:, blocks] += share.value[:-1].view(len(work.sums), -1).to(work.sums)
+    def _training(self) -> list[Any]:
+        """What has to be the same on all processes, though no exchange depends on it: names, options, steps taken."""
+        found: list[Any] = []
+        for group in (self.param_groups[number] for number, layout in enumerate(self._layouts) if layout.is_sharded):
+            options = [(name, group.get(name)) for name in sorted(self.defaults.keys() - {"foreach", "fused"})]
+            plain = [(name, float(value) if isinstance(value, Tensor) else value) for name, value in options]
+            states = [self.state.get(param, {}) for param in distinct(group)]
+            steps = [[int(state[name]) for name in self.counters if name in state] for state in states]
+            found.append((given_names(group), plain, steps))
+        return found
 
     def collect(self, number: int, at_rest: bool = False) -> Work | None:
         """The lists of one group; None if no parameter has a gradient. `at_rest`: all that have state, no gradients."""
@@ -666,7 +678,9 @@ class BlockMeanOptimizer(Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; we have no such option
         self.__dict__.setdefault("_partition", None)
-        self._last, self._works, self._exchange = {}, {}, Exchange()
+        self._last, self._works = {}, {}
+        self._exchange = self.__dict__.get("_exchange", Exchange())
+        self._exchange.doubt()
         for param in (param for group in self.param_groups for param in group["params"]):
             if param in self.state:
                 self.state[param] = without_gaps(self.state[param])
@@ -831,19 +845,16 @@ def assemble(work: Work, columns: Tensor) -> Tensor:
 def split_shards(work: Work, rows: int) -> dict[int, Tensor]:
     """Keep the sums of tensors that are whole here; return what each sharded tensor adds to its blocks.
 
-    That is (rows, blocks of the tensor), flattened, followed by a 1 if it has a gradient.
+    That is (rows, blocks of the tensor), flattened.
     """
     layout, columns = work.layout, work.sums
     work.sums = columns.new_zeros(rows, layout.num_blocks)
-    shares = {i: columns.new_zeros(rows * layout.counts[i] + 1) for i in layout.sharded}
-    for i in work.states:
-        if i in shares:
-            shares[i][-1] = 1
+    shares = {i: columns.new_zeros(rows * layout.counts[i]) for i in layout.sharded}
     start = 0
     for i, blocks in zip(work.indices, work.blocks, strict=True):
         own = columns[:, start : (start := start + blocks.stop - blocks.start)]
         if i in shares:
-            share = shares[i][:-1].view(rows, -1)
+            share = shares[i].view(rows, -1)
             blocks = slice(blocks.start - layout.starts[i], blocks.stop - layout.starts[i])
             share[: len(own), blocks] += own
         else:
@@ -863,7 +874,8 @@ def _describe_nonfinite(work: Work) -> str:
         i = int((~finite_blocks(work.sums)).nonzero()[0])
         if work.is_sharded:
             return (
-                f"The gradient of block {work.layout.names[i]} on another process is not finite. Nothing was changed."
+                f"The gradient of block {work.layout.names[i]} on another process is not finite, or the sums over it "
+                "overflow. Nothing was changed."
             )
         found = f"The sums over block {work.layout.names[i]} overflow, though every gradient is finite"
     return f"{found}. Nothing was changed. nonfinite='skip' skips such steps and counts them."

@@ -84,6 +84,14 @@ class Sides(NamedTuple):
 WHOLE = Sides()
 
 
+def groups_of(param: Tensor) -> list[ProcessGroup]:
+    """The process groups of all mesh dims of a parameter, also of those that replicate it."""
+    if not is_distributed(param):
+        return []
+    mesh = param.device_mesh
+    return [mesh.get_group(mesh_dim) for mesh_dim in range(mesh.ndim) if mesh.size(mesh_dim) > 1]
+
+
 def sides_of(param: Tensor) -> Sides:
     """The process groups of a parameter; none if it is not sharded."""
     if not is_distributed(param):
@@ -167,7 +175,8 @@ class Question(NamedTuple):
     requests: Sequence[Request] = ()
     about: Any = None  # what processes have to agree on besides the sizes of their requests
     dtype: torch.dtype = torch.float64
-    votes: Sequence[bool] = (False, False)  # of which each wants to know whether any process has cast it
+    votes: Sequence[bool] = ()  # of which each wants to know how many processes have cast it
+    at_first: Callable[[], Any] = lambda: None  # what they compare besides, only when they meet
 
 
 class Exchange:
@@ -175,57 +184,67 @@ class Exchange:
 
     Buffers must have the same size everywhere. So processes first compare what they are going to exchange, in a
     collective of its own; whoever later has something else to exchange, or failed, says so in a buffer of the size that
-    was agreed on. If all have something else (a new parameter group), they compare again.
+    was agreed on. If all have something else (a new parameter group, loaded state), they compare again.
     """
 
     def __init__(self) -> None:
         self._agreed: Agreement | None = None
+        self._doubts = False
+
+    def doubt(self) -> None:
+        """Compare again in the next step, for something has changed that is not compared in every one."""
+        self._doubts = True
 
     def add_up(
         self, question: Question, failure: Exception | None, find_groups: Callable[[], list[ProcessGroup]]
-    ) -> list[bool]:
-        """Add up the requests, or raise on all processes. Returns for every vote whether any process has cast it.
+    ) -> list[float]:
+        """Add up the requests, or raise on all processes. Returns for every vote the share of those who have cast it.
 
         Args:
             failure: why this process cannot take part.
             find_groups: returns the process groups of all parameters.
         """
         shapes = [(request.value.shape, request.groups) for request in question.requests]
-        wanted = Agreement(question.about, shapes, question.dtype, groups_in(question.requests))
+        groups = groups_in(question.requests)
+        wanted = Agreement(question.about, shapes, question.dtype, groups, len(question.votes))
         while True:
             if self._agreed is None:
-                self._meet(wanted, failure, find_groups)
+                self._meet(wanted, question.at_first, failure, find_groups)
             agreed = self._agreed
             assert agreed is not None
-            changed = failure is None and wanted != agreed
+            changed = failure is None and (self._doubts or wanted != agreed)
             if failure is None and not changed:
-                asked = list(question.requests)
+                asked, votes = list(question.requests), question.votes
             else:
                 asked = [Request(torch.zeros(shape, device="cpu"), over) for shape, over in agreed.asked]
-            flags = torch.tensor(
-                [failure is not None, changed, True, *question.votes], dtype=agreed.dtype, device="cpu"
-            )
+                votes = [False] * agreed.num_votes
+            flags = torch.tensor([failure is not None, changed, True, *votes], dtype=agreed.dtype, device="cpu")
             add_up([Request(flags, tuple(agreed.groups)), *asked], agreed.dtype)
             failed, others, everyone, *cast = flags.tolist()
             if failed:
                 raise failure or RuntimeError(FAILED)
             if not others:
-                return [count > 0 for count in cast]
+                return [count / everyone for count in cast]
             if others != everyone:
                 raise RuntimeError(DISAGREE)
             self._agreed = None
 
     def _meet(
-        self, wanted: Agreement, failure: Exception | None, find_groups: Callable[[], list[ProcessGroup]]
+        self,
+        wanted: Agreement,
+        at_first: Callable[[], Any],
+        failure: Exception | None,
+        find_groups: Callable[[], list[ProcessGroup]],
     ) -> None:
-        """Compare with the other processes what is going to be exchanged."""
+        """Compare with the other processes what is going to be exchanged, and what is compared only now."""
         same = failure is None
+        known = (wanted.about, wanted.dtype, wanted.num_votes, at_first() if wanted.groups else None)
         for group in wanted.groups if failure is None else find_groups():
             shapes = [tuple(shape) for shape, over in wanted.asked if group in over]
-            same = _agrees(number_of(repr((wanted.about, shapes, wanted.dtype))), same, group)
+            same = _agrees(number_of(repr((known, shapes))), same, group)
         if not same:
             raise failure or RuntimeError(DISAGREE)
-        self._agreed = wanted
+        self._agreed, self._doubts = wanted, False
 
 
 class Agreement(NamedTuple):
@@ -235,12 +254,13 @@ class Agreement(NamedTuple):
     asked: list[tuple[torch.Size, tuple[ProcessGroup, ...]]]
     dtype: torch.dtype
     groups: list[ProcessGroup]
+    num_votes: int
 
 
 FAILED = "Another process failed in this step; its own error says why. Nothing was changed here."
 DISAGREE = (
     "The processes disagree about the sharded parameters of their optimizers. All of them need the same parameters in "
-    "the same order, with the same options. Nothing was changed."
+    "the same order, with the same options, and either all or none have loaded a state. Nothing was changed."
 )
 
 
