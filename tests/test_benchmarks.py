@@ -221,3 +221,13 @@ def test_steps_of_shards_exchange_what_the_formulas_say():
 def test_the_matrices_of_the_large_model_are_those_of_llama():
     shapes = load("benchmarks/communication.py").llama_70b()
     assert sum(units * inputs for units, inputs in shapes) + 161 * 8192 == 68_976_648_192
+
+
+def test_shards_are_as_far_from_one_process_as_rounding_is():
+    record = json.loads((ROOT / "benchmarks" / "results" / "sharded_rounding.json").read_text())
+    rms = {(row["optimizer"], row["dtype"], row["kind"]): row["rms"] for row in record["rows"]}
+    for optimizer in ("AdamBMA", "Anova"):
+        for dtype in ("float64", "float32"):
+            assert rms[optimizer, dtype, "one"] == 0
+            for kind in ("DDP", "FSDP2"):
+                assert 0 < rms[optimizer, dtype, kind] < 2 * rms[optimizer, dtype, "rounded"]
