@@ -24,6 +24,12 @@ from blockmean.lab.spec import RunSpec
 from blockmean.lab.tasks import steps_per_epoch
 from blockmean.lab.train import run
 
+ARMS: dict[str, dict[str, Any]] = {
+    "diag": SMALL_ARMS["diag"],
+    "diag, fused": {"optimizer": "Adagrad", "options": {"fused": True}},
+    "BMA": SMALL_ARMS["BMA"],
+    "full": SMALL_ARMS["full"],
+}
 COLUMNS = ("epoch", "reading data", "forward and backward", "optimizer", "drawing batches", "evaluation")
 
 
@@ -33,7 +39,7 @@ def epoch(arm: str, dataset: str, data_dir: Path | None) -> dict[str, float]:
     import torch._dynamo  # noqa: F401  # takes seconds; torch's optimizers import it at their first step
 
     steps = steps_per_epoch(dataset, 100)
-    spec = RunSpec(dataset, "small", **SMALL_ARMS[arm], lr=0.1, seed=0, steps=steps, batch=100)
+    spec = RunSpec(dataset, "small", **ARMS[arm], lr=0.1, seed=0, steps=steps, batch=100)
     steps_ended: list[tuple[float, float]] = []
     began, cpu_began = _now()
     record = run(spec, data_dir, lambda step, loss: steps_ended.append(_now()))
@@ -50,9 +56,9 @@ def _now() -> tuple[float, float]:
 
 def measure(dataset: str, data_dir: Path | None, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Rounds of one epoch per optimizer, each in a fresh process."""
-    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in SMALL_ARMS}
+    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     for _ in range(rounds):
-        for arm in SMALL_ARMS:
+        for arm in ARMS:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 found[arm].append(pool.apply(epoch, (arm, dataset, data_dir)))
     return found

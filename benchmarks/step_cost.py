@@ -2,8 +2,9 @@
 
     python benchmarks/step_cost.py [--repetitions 30] [--out benchmarks/results/step_cost.json]
 
-One thread. Iterations are forward, backward and step of tasks of the race, on random inputs, interleaved. Peak memory
-is that of a process that takes three steps of 12 million parameters. `blockmean bench step` times steps alone.
+One thread. Iterations are forward, backward and step of tasks of the race, and of the paper's two networks, on random
+inputs, interleaved; those of the paper stand beside torch's fused Adagrad. Peak memory is that of a process that takes
+three steps of 12 million parameters. `blockmean bench step` times steps alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from torch import nn
 
 from blockmean.lab.arms import ARMS, make
 from blockmean.lab.environment import environment, use_threads
+from blockmean.lab.models import MODELS
 from blockmean.lab.tasks import DATASETS, LOSSES, TASKS, make_model
 from blockmean.lab.text import CONTEXT, vocabulary
 from blockmean.lab.timing import interleaved, peak_bytes, ratios, run_alone, summary
 
 ITERATIONS = ("mlp-raw", "autoencoder", "cnn", "resnet", "transformer-64", "transformer-192")
+PAPER = {"paper-small": ("small", (1, 28, 28)), "paper-large": ("large", (3, 32, 32))}
+"""The paper's networks, and the images that they take, 100 at a time."""
 
 
 def wide() -> nn.Module:
@@ -50,15 +55,31 @@ def iterations(name: str) -> dict[str, Callable[[], object]]:
         else:
             x, y = torch.randint(vocabulary(task.dataset), (2, task.batch, CONTEXT))
         optimizer = make(ARMS[arm].optimizer, model, 1e-3, ARMS[arm].options)
-
-        def several(model: nn.Module = model, optimizer: Any = optimizer, x: Any = x, y: Any = y) -> None:
-            for _ in range(10 if task.batch > 64 else 3):
-                optimizer.zero_grad()
-                LOSSES[task.loss].mean(model(x), y).backward()
-                optimizer.step()
-
-        found[arm] = several
+        times = 10 if task.batch > 64 else 3
+        found[arm] = partial(iterate, model, optimizer, LOSSES[task.loss].mean, x, y, times)
     return found
+
+
+def paper_iterations(name: str) -> dict[str, Callable[[], object]]:
+    """Forward, backward and step of a network of the paper with torch's fused Adagrad and with AdaGradBMA."""
+    (network, image), found = PAPER[name], {}
+    for arm, (optimizer, options) in {
+        "Adagrad, fused": ("Adagrad", {"fused": True}),
+        "AdaGradBMA": ("AdaGradBMA", {}),
+    }.items():
+        torch.manual_seed(0)
+        model = MODELS[network](image).to(memory_format=torch.channels_last)  # as they are trained
+        x, y = torch.rand(100, *image), torch.randint(10, (100,))
+        stepper = make(optimizer, model, 1e-3, options)
+        found[arm] = partial(iterate, model, stepper, nn.functional.cross_entropy, x, y, 5)
+    return found
+
+
+def iterate(model: nn.Module, optimizer: Any, loss: Callable[..., Any], x: Any, y: Any, times: int) -> None:
+    for _ in range(times):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
 
 
 def peak(name: str) -> None:
@@ -83,7 +104,7 @@ def peak(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--tasks", default=",".join(ITERATIONS))
+    parser.add_argument("--tasks", default=",".join([*ITERATIONS, *PAPER]))
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "step_cost.json")
     options = parser.parse_args()
@@ -93,8 +114,9 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     for task in options.tasks.split(","):
-        samples = interleaved(iterations(task), options.repetitions)
-        for arm, ratio in ratios(samples, "AdamW").items():
+        runs = paper_iterations(task) if task in PAPER else iterations(task)
+        samples = interleaved(runs, options.repetitions)
+        for arm, ratio in ratios(samples, next(iter(runs))).items():
             rows.append({"task": task, "optimizer": arm, "ratio": ratio, "seconds": summary(samples[arm])})
             print(
                 f"{task:16} {arm:10} {ratio['median']:.3f} ({ratio['lower']:.3f} to {ratio['upper']:.3f})", flush=True

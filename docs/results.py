@@ -189,12 +189,14 @@ def iterations() -> str:
     """What benchmarks/step_cost.py measured."""
     record = json.loads(ITERATIONS.read_text())
     ratios = {(row["optimizer"], row["task"]): f"{row['ratio']['median']:.2f}" for row in record["rows"]}
-    tasks = list(dict.fromkeys(task for _, task in ratios))
+    tasks = [task for arm, task in ratios if arm == "Anova"]
     rows = [[arm, *(ratios[arm, task] for task in tasks)] for arm in ("Anova", "SOAP")]
+    paper = [f"{ratio} on {task}" for (arm, task), ratio in ratios.items() if arm == "AdaGradBMA"]
+    beside_fused = f"`AdaGradBMA`, times torch's fused Adagrad: {', '.join(paper)}.\n\n" if paper else ""
     beyond = record["peak_beyond_adamw"]
     memory = "Peak memory of three steps of 12 Linear(1000, 1000), beyond AdamW's, in numbers per parameter: "
     memory += ", ".join(f"{arm} {beyond[arm]:.2f}" for arm in ("Anova", "SOAP")) + "."
-    return f"{Table('', ['', *tasks], rows).markdown()}\n\n{memory}"
+    return f"{Table('', ['', *tasks], rows).markdown()}\n\n{beside_fused}{memory}"
 
 
 def limits(found: Sequence[Costs]) -> str:
