@@ -253,7 +253,10 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         return plan.solver
 
     def solve(self, work: Work) -> tuple[Tensor, Tensor | None] | None:
-        """c and κ, one number each per block, (L,). None without a correction; κ is None if it is 1 everywhere."""
+        """c and κ, one number each per block, (L,). None without a correction; κ is None if it is 1 everywhere.
+
+        None also if all eigendecompositions fail: then the step is that of the diagonal method bit by bit.
+        """
         rule, u = self.rule(work.group), work.sums[0]
         form = rule.form
         keeps_trace = form.keeps_trace and rule.cap is None  # a cap bounds the whole correction, and so has λ = 1
@@ -273,7 +276,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         n, scale = self._measures(work, form)
         common = scale * (u if form.takes_raw_sums else work.sums[3 if form.is_weighted else 2])
         change, kappa = torch.zeros_like(common), torch.ones_like(common)
-        beta = None if rule.betas is None else rule.betas[1]
+        beta, failed = None if rule.betas is None else rule.betas[1], True
         for component, part in self.statistics(work, names, rule.initial):
             blocks = component.blocks
             present = None if work.present is None else work.present[blocks]
@@ -285,10 +288,13 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             root = self._root(work, rule, component, part, own)
             if root is None:
                 continue
+            failed = False
             change[blocks] = times(root, common[blocks])
             if keeps_trace:
                 kappa[blocks] = balance(part["U"], own, work.layout.sizes[blocks].to(own, non_blocking=True))
         self._last[work.number] = (common, change)
+        if failed:
+            return None
         c = scale * (change + (1 - kappa) * common)
         if rule.cap is not None:
             c = capped(c, work.sums[4], work.sums[5], rule.cap)

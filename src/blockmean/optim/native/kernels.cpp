@@ -90,11 +90,8 @@ template <class T, bool ADAM> struct Entry {
         if (careful) z = z == 0 ? fill<V>(A(__builtin_inf())) : z;
     }
     ALWAYS V roots() { return twice_inverse_root(z, careful); }  // 2 z^-½
-    // 4 m / z. In single precision by two products, to four units in the last place, if it need not be exact: a division
-    // takes longer.
-    template <bool EXACT = false> ALWAYS V quotient(V q) {
-        return EXACT || sizeof(A) == sizeof(double) ? m / z * A(4) : m * q * q;
-    }
+    // 4 m / z. In single precision by two products, to four units in the last place: a division takes longer.
+    ALWAYS V quotient(V q) { return sizeof(A) == sizeof(double) ? m / z * A(4) : m * q * q; }
 };
 
 // With KEEP, moments are written at once, and m / z and w of every entry of a block are kept for `Local`.
@@ -103,6 +100,7 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
     typedef typename E::A A;
     typedef Vec<A> V;
     static constexpr int W = E::W, R = ROWS[SUMS];
+    static constexpr int FIRST = KEEP ? 2 : 0;  // sums over gradients are known by then
 
     // What W entries from i add to every row; lanes from n are zero.
     template <bool PART, bool FETCH = !PART> INLINE void contribute(E& e, int64_t i, int n, V (&out)[R]) {
@@ -161,23 +159,23 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
             int64_t stop = end - i >= SHORT * W ? i + SHORT * W : end - (end - i) % W;
             for (; i + 2 * W <= stop; i += 2 * W) {  // together they take one line of the cache, fetched once
                 contribute<false>(e, i, W, x);
-                for (int k = 0; k < R; ++k) lanes[k] += x[k];
+                for (int k = FIRST; k < R; ++k) lanes[k] += x[k];
                 contribute<false, LINE>(e, i + W, W, x);
-                for (int k = 0; k < R; ++k) lanes[k] += x[k];
+                for (int k = FIRST; k < R; ++k) lanes[k] += x[k];
             }
             if (i < stop) {
                 contribute<false>(e, i, W, x);
-                for (int k = 0; k < R; ++k) lanes[k] += x[k];
+                for (int k = FIRST; k < R; ++k) lanes[k] += x[k];
                 i += W;
             }
-            for (int k = 0; k < R; ++k) totals[k].add(lanes[k]);
+            for (int k = FIRST; k < R; ++k) totals[k].add(lanes[k]);
         }
         if (i < end) {
             V x[R];
             contribute<true>(e, i, int(end - i), x);
-            for (int k = 0; k < R; ++k) totals[k].add(x[k]);
+            for (int k = FIRST; k < R; ++k) totals[k].add(x[k]);
         }
-        for (int k = 0; k < R; ++k) out[k] = totals[k].sum();
+        for (int k = FIRST; k < R; ++k) out[k] = totals[k].sum();
     }
 
     static void sums(const Rule& rule, const Piece& piece, const Task& task, double* out, int64_t stride) {
@@ -219,8 +217,7 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
     static constexpr int W = E::W;
 
     // θ ← θ + κ m/z + w c, with all numbers of the step multiplied into κ and c.
-    template <bool PART, bool FETCH = !PART, bool EXACT = false>
-    INLINE void update(E& e, int64_t i, int n, V c, V kappa) {
+    template <bool PART, bool FETCH = !PART> INLINE void update(E& e, int64_t i, int n, V c, V kappa) {
         e.template read_gradient<PART, FETCH>(i, n, true);
         e.template read_moments<PART, FETCH>(i, n);
         PART ? store(e.second + i, e.r, n) : store(e.second + i, e.r);
@@ -232,7 +229,7 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
             p = move(e, e.m / e.z * kappa);
         } else {
             V q = e.roots(), w = SUMS == WEIGHTED ? e.zeta * q : q;
-            p = move(e, fma(w, c, e.template quotient<EXACT>(q) * kappa));
+            p = move(e, fma(w, c, e.quotient(q) * kappa));
         }
         PART ? store(e.param + i, p, n) : store(e.param + i, p);
     }
@@ -266,8 +263,7 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
     static void apply(const Rule& rule, const Piece& piece, const Task& task, const double* c, const double* kappa) {
         E e(rule, piece);
         const int64_t row = piece.blocks * piece.inner;
-        typedef Pass2<T, ADAM, GRADIENT> Diagonal;  // bit by bit, for blocks that are not corrected
-        const double for_c = of_c(e, piece), for_kappa = of_kappa(e, piece), for_diagonal = Diagonal::of_kappa(e, piece);
+        const double for_c = of_c(e, piece), for_kappa = of_kappa(e, piece);
         if (SUMS == GRADIENT) {  // blocks play no part
             for (int64_t o = 0; o < piece.outer; ++o) {
                 int64_t i = o * row + task.begin, end = o * row + task.end;
@@ -280,17 +276,15 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
                 for (int64_t j = task.begin; j < task.end; j += W) {
                     const int n = task.end - j >= W ? W : int(task.end - j);
                     V own = gather(c + j, n, 0, for_c), factor = gather(kappa ? kappa + j : nullptr, n, 1, for_kappa);
-                    n == W ? update<false, true, true>(e, o * row + j, n, own, factor)
-                           : update<true, false, true>(e, o * row + j, n, own, factor);
+                    n == W ? update<false>(e, o * row + j, n, own, factor) : update<true>(e, o * row + j, n, own, factor);
                 }
                 continue;
             }
             int64_t block = task.begin / piece.inner;
             for (int64_t j = task.begin; j < task.end; j += piece.inner, ++block) {
+                V own = E::all(c[block] * for_c), factor = E::all((kappa ? kappa[block] : 1.0) * for_kappa);
                 int64_t i = o * row + j, end = o * row + (j + piece.inner < task.end ? j + piece.inner : task.end);
-                const double k = kappa ? kappa[block] : 1;
-                if (c[block] == 0 && k == 1) Diagonal::walk(e, i, end, V{}, E::all(for_diagonal));
-                else walk(e, i, end, E::all(c[block] * for_c), E::all(k * for_kappa));
+                walk(e, i, end, own, factor);
             }
         }
     }
@@ -300,7 +294,6 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
 template <class T, bool ADAM> struct Local {
     typedef Pass1<T, ADAM, WEIGHTED, true> First;
     typedef Pass2<T, ADAM, WEIGHTED> Second;
-    typedef Pass2<T, ADAM, GRADIENT> Diagonal;
     typedef typename First::E E;
     typedef typename E::A A;
     typedef Vec<A> V;
@@ -311,19 +304,6 @@ template <class T, bool ADAM> struct Local {
         const A* kept = e.kept + 2 * (i - e.origin);
         V p = Second::move(e, fma(load(kept + W), c, load(kept) * kappa));  // bit by bit what `Second` does
         PART ? store(e.param + i, p, n) : store(e.param + i, p);
-    }
-
-    // m / z of a block without correction, in place of what was kept of it: its step is the diagonal one bit by bit.
-    INLINE void divide(E& e, int64_t i, int64_t end) {
-        for (; i < end; i += W) {
-            const int n = end - i < W ? int(end - i) : W;
-            e.template read_gradient<true, false>(i, n, false);
-            e.m = ADAM ? load(e.first + i, n) : e.g;
-            e.r = load(e.second + i, n);
-            e.template scale<false>();
-            e.mask();
-            store(e.kept + 2 * (i - e.origin), e.m / e.z);
-        }
     }
 
     static bool run(const Rule& rule, const Piece& piece, const Task& task, double* sums, int64_t stride,
@@ -339,17 +319,17 @@ template <class T, bool ADAM> struct Local {
             double own[First::R];
             e.origin = i;
             First::run(e, i, end, own);
-            for (int k = 0; k < First::R; ++k) sums[block + k * stride] = own[k] *= First::factor(e, piece, k);
-            if (!__builtin_isfinite(own[2]) || !__builtin_isfinite(own[3])) {  // those of gradients are known to be
+            for (int k = First::FIRST; k < First::R; ++k)
+                sums[block + k * stride] = own[k] *= First::factor(e, piece, k);
+            if (!__builtin_isfinite(own[2]) || !__builtin_isfinite(own[3])) {
                 good = false;
                 continue;
             }
-            const double c = correction(own[3], own[2], factor[block]), k = kappa && own[2] > 0 ? kappa[block] : 1;
-            V all_c = E::all(c * for_c), all_k = E::all(k * for_kappa);
-            if (c == 0 && k == 1) divide(e, i, end), all_k = E::all(Diagonal::of_kappa(e, piece));
+            V c = E::all(correction(own[3], own[2], factor[block]) * for_c);
+            V k = E::all((kappa && own[2] > 0 ? kappa[block] : 1.0) * for_kappa);
             int64_t j = i;
-            for (; end - j >= W; j += W) update<false>(e, j, W, all_c, all_k);
-            if (j < end) update<true>(e, j, int(end - j), all_c, all_k);
+            for (; end - j >= W; j += W) update<false>(e, j, W, c, k);
+            if (j < end) update<true>(e, j, int(end - j), c, k);
         }
         return good;
     }

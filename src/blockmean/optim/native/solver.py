@@ -90,8 +90,8 @@ class Solver:
 
     def solve(
         self, rule: Rule, sums: Tensor, failed: Callable[[int], None], is_due: Callable[[list[int]], bool]
-    ) -> tuple[Tensor, Tensor | None]:
-        """c and κ, (L,) each; κ is None if it is 1 everywhere.
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """c and κ, (L,) each; κ is None if it is 1 everywhere. None if all eigendecompositions fail.
 
         `failed` is told of eigendecompositions that fail, `is_due` whether the tensors of a matrix want a new root.
         """
@@ -120,6 +120,8 @@ class Solver:
                 self.change[blocks] = 0
                 bad.append(blocks)
         _kernels.correct(*arguments)
+        if bad and len(bad) == len(self._components):
+            return None
         for blocks in bad:  # the diagonal step
             self._c[blocks], self._kappa[blocks] = 0, 1
         return self._c, self._kappa if rule.form.keeps_trace and rule.cap is None else None
