@@ -127,7 +127,7 @@ def test_list_names_networks_and_optimizers():
 def test_shares_of_what_the_machine_can_do():
     costs = cost(**{"AdamW, fused": 1.0, "AdamBMA": 2.0, "Anova": 4.0})
     assert costs.share_of_stream("AdamW, fused") == pytest.approx(28 / 56)
-    assert costs.share_of_stream("AdamBMA") == pytest.approx(40 / 56 / 2)
+    assert costs.share_of_stream("AdamBMA") == pytest.approx(32 / 56 / 2)
     assert costs.share_of_stream("Anova") is None
     assert costs.share_of_product() == pytest.approx(10 * 2 * 6 * 256 / 4 / 10_000)
     assert cost(AdamBMA=1.0).share_of_product() is None
