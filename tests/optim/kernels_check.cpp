@@ -10,7 +10,7 @@ using namespace blockmean;
 
 namespace {
 
-constexpr int64_t BLOCKS = 5, INNER = 37, D = BLOCKS * INNER;
+constexpr int64_t BLOCKS = 8, INNER = 301, D = BLOCKS * INNER;
 int failures = 0;
 
 void expect(const char* what, double found, double expected, double tolerance) {
@@ -30,18 +30,25 @@ template <class T> void check(Dtype dtype, double tolerance, bool local) {
     const Piece piece{reinterpret_cast<char*>(p.data()), reinterpret_cast<char*>(m.data()),
                       reinterpret_cast<char*>(r.data()), 1, BLOCKS, INNER, dtype, 0, true,
                       reinterpret_cast<char*>(g.data()), 1.5, 2.5, 0.01};
-    const double c[BLOCKS] = {0.1, -0.2, 0.3, 0, 1}, kappa[BLOCKS] = {1, 1.5, 2, 1, 3};
-    double sums[4 * BLOCKS];
+    const double factor[BLOCKS] = {0.1, -0.2, 0.3, 0, 1, -1, 0.5, 2}, kappa[BLOCKS] = {1, 1.5, 2, 1, 3, 1, 0.5, 1};
+    double sums[4 * BLOCKS], c[BLOCKS];
     const Task task{0, 0, D, -1};
     if (local) {
-        struct Numbers { const double *c, *kappa; } numbers{c, kappa};
-        const Solve solve = [](void* context, int64_t block, double& own, double& factor) {
-            own = static_cast<Numbers*>(context)->c[block], factor = static_cast<Numbers*>(context)->kappa[block];
-            return true;
-        };
-        kernels_plain.local(rule, piece, task, sums, BLOCKS, solve, &numbers);
+        Rule squares = rule;
+        squares.sums = SQUARES;
+        Task parts[STREAMS];
+        const Task* tasks[STREAMS];
+        const Piece* pieces[STREAMS];
+        double* out[STREAMS];
+        for (int s = 0; s < STREAMS; ++s) {
+            parts[s] = {0, D / STREAMS * s, D / STREAMS * (s + 1), -1};
+            tasks[s] = parts + s, pieces[s] = &piece, out[s] = sums + BLOCKS / STREAMS * s;
+        }
+        kernels_plain.squares(squares, pieces, tasks, out, BLOCKS);
+        kernels_plain.local(rule, piece, task, sums, BLOCKS, factor, kappa);
     } else {
         kernels_plain.sums(rule, piece, task, sums, BLOCKS);
+        for (int64_t b = 0; b < BLOCKS; ++b) c[b] = correction(sums[3 * BLOCKS + b], sums[2 * BLOCKS + b], factor[b]);
         kernels_plain.apply(rule, piece, task, c, kappa);
     }
     for (int64_t b = 0; b < BLOCKS; ++b) {
@@ -49,9 +56,13 @@ template <class T> void check(Dtype dtype, double tolerance, bool local) {
         for (int64_t i = b * INNER; i < (b + 1) * INNER; ++i) {
             const double grad = -double(g[i]);
             M[i] += 0.1 * (grad - M[i]), R[i] = 0.99 * R[i] + 0.01 * grad * grad;
-            const double zeta = std::sqrt(2.5 * R[i]), z = zeta + 1e-8, w = zeta / std::sqrt(z);
+            const double zeta = std::sqrt(2.5 * R[i]), w = zeta / std::sqrt(zeta + 1e-8);
             expected[0] += grad, expected[1] += grad * grad, expected[2] += 2.5 * R[i], expected[3] += 1.5 * w * M[i];
-            P[i] -= 0.01 * (kappa[b] * 1.5 * M[i] / z + w * c[b] + 0.1 * P[i]);
+        }
+        for (int64_t i = b * INNER; i < (b + 1) * INNER; ++i) {
+            const double zeta = std::sqrt(2.5 * R[i]), z = zeta + 1e-8, w = zeta / std::sqrt(z);
+            const double common = w * expected[3] / expected[2] * factor[b];
+            P[i] -= 0.01 * (kappa[b] * 1.5 * M[i] / z + common + 0.1 * P[i]);
             expect("first moment", double(m[i]), M[i], tolerance);
             expect("second moment", double(r[i]), R[i], tolerance);
             expect("parameter", double(p[i]), P[i], tolerance);

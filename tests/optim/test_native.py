@@ -213,6 +213,7 @@ def test_the_root_without_eigenvectors(n, kind):
 # -------------------------------------------------------------------- block by block
 
 LOCAL = [(40, 33), (3, 5), (7, 1), (2, 8192), (2, 8193), (5, 3, 3, 3), (6, 2), (11,)]
+TURNS = [(40, 33), (100, 300), (3, 5), (257, 64), (64, 1000), (9, 2), (30, 513), (2, 8192)]  # tasks take turns
 LOCAL_FORMS = {
     "weighted": {},
     "decay": {"initial_accumulator_value": 0.1},
@@ -223,9 +224,10 @@ LOCAL_FORMS = {
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("form", LOCAL_FORMS)
-def test_a_solve_block_by_block_is_the_one_between_passes_bit_by_bit(form, dtype, monkeypatch):
+@pytest.mark.parametrize("shapes", [LOCAL, TURNS], ids=["mixed", "turns"])
+def test_a_solve_block_by_block_is_the_one_between_passes_bit_by_bit(shapes, form, dtype, monkeypatch):
     """So it does not matter which of them a step takes: the first one after loading takes the other."""
-    options = {"shapes": LOCAL, "steps": 4, "partition": "unit", **LOCAL_FORMS[form]}
+    options = {"shapes": shapes, "steps": 4, "partition": "unit", **LOCAL_FORMS[form]}
     found, local = run(form, dtype, **options)
     assert local._works[0].plan.parts[0].passes.is_local
     monkeypatch.setattr(correction.Plan, "is_local", lambda plan, layout: False)

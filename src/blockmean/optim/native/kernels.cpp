@@ -150,13 +150,12 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
              : k == 4 ? step * step : k == 5 ? e.spread / 4 : 1;
     }
 
-    // Sums over one run of entries of a single block.
-    INLINE void run(E& e, int64_t begin, int64_t end, double (&out)[R]) {
-        Total<A> totals[R];
-        int64_t i = begin;
-        while (end - i >= W) {
-            V lanes[R] = {}, x[R];
-            int64_t stop = end - i >= SHORT * W ? i + SHORT * W : end - (end - i) % W;
+    // As many entries of a run, from i on, as float may add up.
+    INLINE void chunk(E& e, int64_t& i, int64_t end, Total<A> (&totals)[R]) {
+        V x[R];
+        if (end - i >= W) {
+            V lanes[R] = {};
+            const int64_t stop = end - i >= SHORT * W ? i + SHORT * W : end - (end - i) % W;
             for (; i + 2 * W <= stop; i += 2 * W) {  // together they take one line of the cache, fetched once
                 contribute<false>(e, i, W, x);
                 for (int k = FIRST; k < R; ++k) lanes[k] += x[k];
@@ -169,12 +168,17 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
                 i += W;
             }
             for (int k = FIRST; k < R; ++k) totals[k].add(lanes[k]);
-        }
-        if (i < end) {
-            V x[R];
+        } else {
             contribute<true>(e, i, int(end - i), x);
             for (int k = FIRST; k < R; ++k) totals[k].add(x[k]);
+            i = end;
         }
+    }
+
+    // Sums over one run of entries of a single block.
+    INLINE void run(E& e, int64_t i, int64_t end, double (&out)[R]) {
+        Total<A> totals[R];
+        while (i < end) chunk(e, i, end, totals);
         for (int k = FIRST; k < R; ++k) out[k] = totals[k].sum();
     }
 
@@ -206,6 +210,42 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
                     at += 1;
                 }
             }
+        }
+    }
+};
+
+// What `sums` does for one task, chunk by chunk, so that several tasks can take turns.
+template <class T, bool ADAM> struct Stream {
+    typedef Pass1<T, ADAM, SQUARES> First;
+    typename First::E e;
+    int64_t i, left;  // the next entry, and the entries of the block that are left
+    const int64_t inner, end;
+    Total<typename First::A> totals[First::R];
+    double* out;
+
+    Stream(const Rule& rule, const Piece& piece, const Task& task, double* out)
+        : e(rule, piece), i(task.begin), left(piece.inner), inner(piece.inner), end(task.end), out(out) {}
+
+    ALWAYS bool advance(int64_t stride) {
+        if (i == end) return false;
+        const int64_t before = i;
+        First::chunk(e, i, i + left, totals);
+        left -= i - before;
+        if (left == 0) {
+            for (int k = 0; k < First::R; ++k) out[k * stride] = totals[k].sum(), totals[k] = {};
+            left = inner, ++out;
+        }
+        return true;
+    }
+
+    // A processor fetches memory for a single stream more slowly than it could, so tasks far apart take turns.
+    static void squares(const Rule& rule, const Piece* const* pieces, const Task* const* tasks, double* const* out,
+                        int64_t stride) {
+        Stream all[STREAMS] = {{rule, *pieces[0], *tasks[0], out[0]}, {rule, *pieces[1], *tasks[1], out[1]},
+                               {rule, *pieces[2], *tasks[2], out[2]}, {rule, *pieces[3], *tasks[3], out[3]}};
+        for (bool more = true; more;) {
+            more = false;
+            for (Stream& one : all) more |= one.advance(stride);
         }
     }
 };
@@ -375,6 +415,16 @@ void apply(const Rule& r, const Piece& p, const Task& t, const double* c, const 
     }
 }
 
+// Of one dtype.
+void squares(const Rule& r, const Piece* const* p, const Task* const* t, double* const* out, int64_t stride) {
+    switch (p[0]->dtype) {
+        case FLOAT64: return (r.adam ? Stream<double, true>::squares : Stream<double, false>::squares)(r, p, t, out, stride);
+        case BFLOAT16: return (r.adam ? Stream<bfloat16, true>::squares : Stream<bfloat16, false>::squares)(r, p, t, out, stride);
+        case FLOAT16: return (r.adam ? Stream<float16, true>::squares : Stream<float16, false>::squares)(r, p, t, out, stride);
+        default: return (r.adam ? Stream<float, true>::squares : Stream<float, false>::squares)(r, p, t, out, stride);
+    }
+}
+
 bool local(const Rule& r, const Piece& p, const Task& t, double* out, int64_t stride, const double* factor,
            const double* kappa) {
     switch (p.dtype) {
@@ -392,4 +442,4 @@ bool local(const Rule& r, const Piece& p, const Task& t, double* out, int64_t st
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
 
-extern const Kernels blockmean::JOIN(kernels_, VARIANT) = {TEXT(VARIANT), sums, apply, local};
+extern const Kernels blockmean::JOIN(kernels_, VARIANT) = {TEXT(VARIANT), sums, squares, apply, local};

@@ -135,6 +135,29 @@ void sum_task(void* context, int64_t number) {
     }
 }
 
+// Some tasks that are far apart in memory, together if they can be.
+void sum_tasks(void* context, int64_t number) {
+    Call& call = *static_cast<Call*>(context);
+    const Table& table = call.table;
+    const int64_t count = int64_t(table.tasks.size()), apart = (count + STREAMS - 1) / STREAMS;
+    const Piece* pieces[STREAMS];
+    const Task* tasks[STREAMS];
+    double* out[STREAMS];
+    bool together = number + (STREAMS - 1) * apart < count;
+    for (int s = 0; together && s < STREAMS; ++s) {
+        tasks[s] = &table.tasks[size_t(number + s * apart)];
+        pieces[s] = &table.pieces[size_t(tasks[s]->piece)];
+        out[s] = call.sums + pieces[s]->block + tasks[s]->begin / pieces[s]->inner;
+        together = pieces[s]->is_local && pieces[s]->dtype == pieces[0]->dtype;
+    }
+    if (together) {
+        Rule rule = call.rule;
+        rule.sums = SQUARES;
+        return call.run.squares(rule, pieces, tasks, out, call.stride);
+    }
+    for (int64_t one = number; one < count; one += apart) sum_task(context, one);
+}
+
 void apply_task(void* context, int64_t number) {
     Call& call = *static_cast<Call*>(context);
     // Backwards: what the first pass read last is still in the cache.
@@ -292,7 +315,9 @@ PyObject* block_sums(PyObject*, PyObject* args) {
     Call call{compiled().passes, rule, *table, address<double>(out), int64_t(stride), nullptr, nullptr};
     table->local = local;
     for (;;) {
-        parallel(int64_t(table->tasks.size()), table->threads(threads), sum_task, &call);
+        const int64_t tasks = int64_t(table->tasks.size());
+        if (table->local) parallel((tasks + STREAMS - 1) / STREAMS, table->threads(threads), sum_tasks, &call);
+        else parallel(tasks, table->threads(threads), sum_task, &call);
         finite = finish_sums(rule, *table, call.sums, call.stride);
         if (!finite || !table->local || cannot_overflow(*table, call.sums, call.stride)) break;
         table->local = false;  // then nothing is written before all sums are known

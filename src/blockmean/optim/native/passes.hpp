@@ -45,6 +45,7 @@ struct Task {
     int64_t part;  // which partial sum it has, −1 if its blocks are its own
 };
 
+constexpr int STREAMS = 4;
 constexpr int64_t LOCAL_BYTES = 1 << 15;  // longest block that `local` takes, in the arithmetic's dtype
 
 // c of a block that stands alone, from b and Σ ζ²; `factor` is A^-½ − κ.
@@ -54,6 +55,8 @@ struct Kernels {
     const char* name;
     // Sums over the blocks of a task into out[row * stride], starting with the block that holds `begin`.
     void (*sums)(const Rule&, const Piece&, const Task&, double* out, int64_t stride);
+    // SQUARES of STREAMS tasks at once, all of one dtype and of pieces that `local` takes.
+    void (*squares)(const Rule&, const Piece* const*, const Task* const*, double* const* out, int64_t stride);
     // Update moments and parameters. c and kappa start with the piece's own first block; null for c = 0 and κ = 1.
     void (*apply)(const Rule&, const Piece&, const Task&, const double* c, const double* kappa);
     // Sums, solve and update, block by block; sums, factor and kappa start with the piece's own first block. False if the
