@@ -2,8 +2,9 @@
 
     python benchmarks/step_cost.py [--repetitions 30] [--out benchmarks/results/step_cost.json]
 
-One thread. Iterations are forward, backward and step of tasks of the race, and of the paper's two networks, on random
-inputs, interleaved; those of the paper stand beside torch's fused Adagrad. Peak memory is that of a process that takes
+One thread. Iterations are forward, backward and step of tasks of the race, of two layers of the small GPT-2 on 2,048
+tokens, and of the paper's two networks, on random inputs, interleaved; those of the paper stand beside torch's fused
+Adagrad. Peak memory is that of a process that takes
 three steps of 12 million parameters. `blockmean bench step` times steps alone.
 """
 
@@ -27,6 +28,7 @@ from blockmean.lab.text import CONTEXT, vocabulary
 from blockmean.lab.timing import interleaved, peak_bytes, ratios, run_alone, summary
 
 ITERATIONS = ("mlp-raw", "autoencoder", "cnn", "resnet", "transformer-64", "transformer-192")
+GPT_2 = "gpt-2-layers"
 PAPER = {"paper-small": ("small", (1, 28, 28)), "paper-large": ("large", (3, 32, 32))}
 """The paper's networks, and the images that they take, 100 at a time."""
 
@@ -43,9 +45,9 @@ def set_gradients(params: list[nn.Parameter]) -> None:
 
 
 def iterations(name: str) -> dict[str, Callable[[], object]]:
-    """Forward, backward and step of a task with AdamW, with Anova and with SOAP."""
+    """Forward, backward and step of a task with AdamW, our own and SOAP."""
     task, found = TASKS[name], {}
-    for arm in ("AdamW", "Anova", "SOAP"):
+    for arm in ("AdamW", "AdamBMA", "Anova", "SOAP"):
         torch.manual_seed(0)
         model = make_model(task)
         image = DATASETS[task.dataset].image
@@ -57,6 +59,19 @@ def iterations(name: str) -> dict[str, Callable[[], object]]:
         optimizer = make(ARMS[arm].optimizer, model, 1e-3, ARMS[arm].options)
         times = 10 if task.batch > 64 else 3
         found[arm] = partial(iterate, model, optimizer, LOSSES[task.loss].mean, x, y, times)
+    return found
+
+
+def gpt_2_iterations() -> dict[str, Callable[[], object]]:
+    """The same for two layers of the small GPT-2 on 2,048 tokens, a refresh of Anova included; SOAP takes minutes."""
+    found = {}
+    for arm in ("AdamW", "AdamBMA", "Anova"):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(768, 12, 3072, dropout=0, batch_first=True, norm_first=True)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        x, y = torch.randn(2, 8, 256, 768)
+        optimizer = make(ARMS[arm].optimizer, model, 1e-3, ARMS[arm].options)
+        found[arm] = partial(iterate, model, optimizer, nn.functional.mse_loss, x, y, 5)
     return found
 
 
@@ -104,7 +119,7 @@ def peak(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--tasks", default=",".join([*ITERATIONS, *PAPER]))
+    parser.add_argument("--tasks", default=",".join([*ITERATIONS, GPT_2, *PAPER]))
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "step_cost.json")
     options = parser.parse_args()
@@ -114,7 +129,7 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     for task in options.tasks.split(","):
-        runs = paper_iterations(task) if task in PAPER else iterations(task)
+        runs = gpt_2_iterations() if task == GPT_2 else paper_iterations(task) if task in PAPER else iterations(task)
         samples = interleaved(runs, options.repetitions)
         for arm, ratio in ratios(samples, next(iter(runs))).items():
             rows.append({"task": task, "optimizer": arm, "ratio": ratio, "seconds": summary(samples[arm])})

@@ -236,9 +236,10 @@ def test_table_4_is_measured_once(tmp_path: Path, few_rounds: None, monkeypatch:
         assert len(samples["forward_backward"]) == rounds
         assert samples["step"].keys() == timing.ARMS[name].keys()
         assert all(len(times) == rounds and min(times) > 0 for times in samples["step"].values())
-    assert [row[0] for row in first.tables[0].rows][:3] == [
+    assert [row[0] for row in first.tables[0].rows][:4] == [
         "small model, full",
         "small model, diag",
+        "small model, diag, fused",
         "small model, BMA",
     ]
     assert len(first.claims) == 5

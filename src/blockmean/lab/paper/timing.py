@@ -20,8 +20,10 @@ from blockmean.lab.tasks import network
 from blockmean.lab.train import Record
 
 EVERY_10 = "BMA, D every 10 steps"
+FUSED = "diag, fused"  # torch's compiled step, as ours is
 LARGE: dict[str, dict[str, Any]] = {
     "diag": DIAGONAL,
+    FUSED: {**DIAGONAL, "options": {**DIAGONAL["options"], "fused": True}},
     "BMA": PAPER,
     EVERY_10: {**PAPER, "options": {**PAPER["options"], "refresh_every": 10}},
 }
