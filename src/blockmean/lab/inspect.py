@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from blockmean import BlockMean, Partition, curvature, plot
+from blockmean.blocks import BY
 from blockmean.lab.data import load
 from blockmean.lab.environment import environment
 from blockmean.lab.models import MODELS
@@ -142,6 +143,8 @@ def inspect(
     """
     if request.matrix not in MATRICES:
         raise ValueError(f"matrix must be one of {', '.join(MATRICES)}. Got {request.matrix!r} instead.")
+    if request.partition not in BY:
+        raise ValueError(f"partition must be one of {', '.join(BY)}. Got {request.partition!r} instead.")
     for name, least in (("samples", 1), ("train_steps", 0), ("norm_probes", 0)):
         if getattr(request, name) < least:
             raise ValueError(f"{name} must be at least {least}. Got {getattr(request, name)} instead.")
