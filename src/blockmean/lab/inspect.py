@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from blockmean import BlockMean, Partition, curvature, plot
-from blockmean.blocks import BY
 from blockmean.lab.data import load
 from blockmean.lab.environment import environment
 from blockmean.lab.models import MODELS
@@ -33,6 +32,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": nn.functional.cross_entropy,
     "mse": nn.functional.mse_loss,
 }
+PARTITIONS = ("tensor", "unit", "kernel", "module", "all", "element")
 LARGEST_BATCH = 128
 LEARNING_RATE = 1e-3
 BATCH = 100  # samples of the matrix between two reports of progress; as quick as all at once
@@ -143,8 +143,8 @@ def inspect(
     """
     if request.matrix not in MATRICES:
         raise ValueError(f"matrix must be one of {', '.join(MATRICES)}. Got {request.matrix!r} instead.")
-    if request.partition not in BY:
-        raise ValueError(f"partition must be one of {', '.join(BY)}. Got {request.partition!r} instead.")
+    if request.partition not in PARTITIONS:
+        raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}. Got {request.partition!r} instead.")
     for name, least in (("samples", 1), ("train_steps", 0), ("norm_probes", 0)):
         if getattr(request, name) < least:
             raise ValueError(f"{name} must be at least {least}. Got {getattr(request, name)} instead.")
