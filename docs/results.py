@@ -110,7 +110,12 @@ def race() -> list[TaskResult]:
 
 def race_tables(found: Sequence[TaskResult]) -> str:
     """A table per task, and what is missing."""
-    return "\n\n".join([*(_titled(table(one)) for one in found if one.arms), *(f"- {note}" for note in notes(found))])
+    shown = [
+        f"### {one.task.title}\n\n{one.task.steps} steps; {one.target_text}.\n\n{table(one).markdown()}"
+        for one in found
+        if one.arms
+    ]
+    return "\n\n".join([*shown, "\n".join(f"- {note}" for note in notes(found))])
 
 
 def race_brief(found: Sequence[TaskResult]) -> str:

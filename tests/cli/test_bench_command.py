@@ -73,6 +73,7 @@ def test_a_race_runs_resumes_and_redraws(tmp_path: Path):
         (["--seeds", "0"], "--seeds"),
         (["--tuning-seeds", "6"], "--tuning-seeds"),
         (["--jobs", "0"], "--jobs"),
+        (["--draw-only"], "There are no records of this race in "),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_computed(arguments: list[str], message: str, tmp_path: Path):
@@ -82,10 +83,16 @@ def test_bad_arguments_are_refused_before_anything_is_computed(arguments: list[s
     assert not (tmp_path / "out").exists()
 
 
+def test_steps_that_were_not_measured_cannot_be_shown(tmp_path: Path):
+    result = run(cli.app, ["bench", "step", "--show-only", "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert f"There are no measurements of these networks in {tmp_path}. Give their folder as --out." in result.output
+
+
 def test_missing_data_is_named_before_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("BLOCKMEAN_DATA", raising=False)
     out = tmp_path / "out"
-    for task, what in (("mlp", "mnist is not here"), ("transformer-64", "text/tinyshakespeare.txt is not here")):
+    for task, what in (("mlp", "mnist was not found"), ("transformer-64", "text/tinyshakespeare.txt was not found")):
         result = race(
             "--profile", "full", "--tasks", task, "--arms", "AdamW", "--out", str(out), BLOCKMEAN_CACHE=str(tmp_path)
         )

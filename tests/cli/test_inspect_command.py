@@ -271,7 +271,7 @@ def test_an_own_model_on_a_data_set_that_is_there(own, tmp_path: Path, monkeypat
     [
         (
             ["tiny"],
-            "model must be small or large or mlp or cnn or convnet or resnet or 'module:function'. Got 'tiny' instead.",
+            "model must be one of small, large, mlp, cnn, convnet, resnet, module:object. Got 'tiny' instead.",
         ),
         (["no_such_module:build"], "cannot be imported: No module named 'no_such_module'"),
         (["{own}.py:build"], "Leave out the .py: {own}:build."),
@@ -303,7 +303,7 @@ def test_an_own_model_on_a_data_set_that_is_there(own, tmp_path: Path, monkeypat
         (["{own}:text"], "must return a torch.nn.Module. Got str instead."),
         (["{own}:build", "--data", "{own}:one_tensor"], "returns either. Got tensor([0., 0., 0.]) instead."),
         (["{own}:build", "--data", "{own}:uneven"], "Got 3 inputs and 2 targets."),
-        (["{own}:build", "--data", "digits"], "data must be 'module:function'. Got 'digits' instead."),
+        (["{own}:build", "--data", "digits"], "data must be module:object. Got 'digits' instead."),
         (["{own}:build"], "do not fit together: mat1 and mat2 shapes cannot be multiplied"),
         (["small", "--data", "{own}:data"], "takes images (n, channels, height, width). Got inputs [60, 4]."),
         (["small", "--loss", "mse"], "do not fit together: Using a target size"),
@@ -311,9 +311,12 @@ def test_an_own_model_on_a_data_set_that_is_there(own, tmp_path: Path, monkeypat
             ["{own}:Keyed", "--data", "{own}:data", "--loss", "{own}:half_mse"],
             "do not fit together: unsupported operand",
         ),
-        (["small", "--loss", "hinge"], "loss must be cross_entropy or mse or 'module:function'. Got 'hinge'"),
+        (["small", "--loss", "hinge"], "loss must be one of cross_entropy, mse, module:object. Got 'hinge'"),
         (["small", "--matrix", "kfac"], "matrix must be one of empirical_fisher, fisher, ggn, hessian. Got 'kfac'"),
-        (["small", "--partition", "rows"], "'by' parameter of Partition.of must be"),
+        (
+            ["small", "--partition", "rows"],
+            "partition must be one of tensor, unit, kernel, module, all, element. Got 'rows'",
+        ),
         (["mlp", "--partition", "element"], "cuts mlp into 55,050 blocks, more than the 4,096 whose matrix can be"),
         (["small", "--dataset", "svhn"], "dataset must be one of digits"),
         (["small", "--samples", "0"], "samples must be at least 1. Got 0 instead."),

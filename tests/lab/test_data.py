@@ -150,11 +150,11 @@ def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
 
 
 def test_data_that_is_not_there_says_where_it_was_looked_for_and_the_three_ways_to_get_it(tmp_path):
-    ways = r"Fetch it with --download .* cifar-10-binary.tar.gz with --data-dir or BLOCKMEAN_DATA, .* --dataset digits"
+    ways = r"Fetch it with --download .* cifar-10-binary.tar.gz with --data-dir or BLOCKMEAN_DATA, .*--dataset digits"
     with pytest.raises(FileNotFoundError, match=rf"neither --data-dir nor BLOCKMEAN_DATA .* {tmp_path}/cache.*{ways}"):
         data.load("cifar10")
     with pytest.raises(
-        FileNotFoundError, match=rf"cifar10 is not here: {tmp_path} has none of its files, and .*{ways}"
+        FileNotFoundError, match=rf"cifar10 was not found: {tmp_path} has none of its files, and .*{ways}"
     ):
         data.load("cifar10", data_dir=tmp_path)
 

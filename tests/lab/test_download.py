@@ -107,7 +107,7 @@ def test_files_are_fetched_once_and_then_read_without_a_network(mnist, serve, tm
 
 def test_nothing_is_fetched_unless_it_is_asked_for_and_needed(mnist, tmp_path):
     source, server = mnist
-    with pytest.raises(FileNotFoundError, match=r"mnist is not here"):
+    with pytest.raises(FileNotFoundError, match=r"mnist was not found"):
         data.read_images(source)
     write(tmp_path / "mine", server.files)
     mine = data.read_images(source, tmp_path / "mine", download=True)

@@ -161,8 +161,9 @@ def test_specs_that_cannot_run_say_why():
         ({"options": {"eps": math.inf}}, "The option 'eps' must be made of finite numbers, .* Got inf instead."),
         ({"options": {"betas": {1, 2}}}, r"The option 'betas' must .* Got \{1, 2\} instead."),
         ({"options": {"variant": b"x"}}, "The option 'variant' must .* Got b'x' instead."),
-        ({"options": {"speed": 3}}, r"AdaGradBMA cannot be made with \{'speed': 3\}: "),
+        ({"options": {"speed": 3}}, "AdaGradBMA has no option speed. It has lr_decay, "),
         ({"optimizer": "Adam", "options": {"foreach": True, "fused": True}}, "Adam cannot be made with .*fused"),
+        ({"seed": 2**32}, "seed must be between 0 and 4294967295. Got 4294967296 instead."),
         ({"batch": 0}, "A batch of 0 cannot be drawn from 4000 images."),
     ],
 )

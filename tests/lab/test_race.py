@@ -150,7 +150,7 @@ def test_a_manual_that_is_too_short_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "mlp"}, "model must be one of transformer-64, transformer-192, module:function. Got 'mlp'"),
+        ({"model": "mlp"}, "model must be one of transformer-64, transformer-192, module:object. Got 'mlp'"),
         ({"flip": True}, "flip mirrors images, and this data set is a text."),
         ({"loss": "hinge"}, "loss must be one of cross_entropy, reconstruction. Got 'hinge'"),
         ({"batch": 6000}, "A batch of 6000 cannot be drawn from 5400 windows."),
@@ -280,7 +280,7 @@ def test_controls_are_those_that_must_tie_with_adamw():
 
 @pytest.mark.skipif(not PEERS_HERE, reason="needs the extra `race`")
 def test_options_that_a_peer_would_swallow_are_refused():
-    with pytest.raises(ValueError, match=r"SOAP has no option precondition_every\. It has params, lr, betas"):
+    with pytest.raises(ValueError, match=r"SOAP has no option precondition_every\. It has betas, shampoo_beta"):
         make("SOAP", nn.Linear(2, 2), 0.1, {"precondition_every": 3})
 
 
@@ -416,6 +416,7 @@ def test_ratios_misses_and_differences_are_paired_by_seed(tmp_path):
     assert rows["NAdam"][5:11] == ["worse", "∞", "∞ (∞–∞)", "∞", "∞ (∞–∞)", "3.00 (3.00–3.00)"]
     assert rows[BASELINE][4:11] == ["–", "–", "39", "–", "39", "–", "–"]
     assert rows["AdamBMA"][2:5] == ["5, 1 missed, 1 diverged", "∞", "–"]
+    assert rows["AdamBMA"][10] == "3.00 (3.00–3.00)"  # per step, although the run that diverged is shorter
     plain = summary(race, [one])
     json.dumps(plain, allow_nan=False)
     assert plain["tasks"]["mlp-raw"]["arms"]["NAdam"]["steps"] == [None] * 5
@@ -436,6 +437,13 @@ def test_where_both_miss_the_ratio_is_infinite(tmp_path):
     race = by_hand(tmp_path, {BASELINE: [0.9, 5.0, 0.9], "AdamBMA": [0.9, 5.0, 0.9]}, seeds=3)
     (one,) = results(race, tmp_path)
     assert one.arms["AdamBMA"].steps_ratio == MedianRange(1.0, 1.0, math.inf)
+
+
+def test_a_bound_on_an_infinite_ratio_says_nothing_and_is_not_shown(tmp_path):
+    race = by_hand(tmp_path, {BASELINE: [0.9, 5.0, 0.9], "AdamBMA": [5.0, 5.0, 0.9]}, seeds=3)
+    (one,) = results(race, tmp_path)
+    assert one.is_bound
+    assert one.times(one.arms["AdamBMA"].steps_ratio) == "∞ (1.00–∞)"
 
 
 def test_the_target_is_the_mean_of_three_runs_of_adamw(tmp_path):

@@ -82,6 +82,8 @@ def race(
         records = records or out / "records"
         for folder in (out, records):
             check_folder(folder)
+        if draw_only and not any((records / name).is_dir() for name in found.studies()):
+            raise FileNotFoundError(f"There are no records of this race in {records}. Give their folder as --records.")
         if not draw_only:
             for name, study in found.studies().items():
                 if not study.is_complete(records / name):
@@ -161,6 +163,10 @@ def step(
         for name in set(chosen) - set(NETWORKS):
             network(name)  # or an error that says which there are
         check_folder(out)
+        if show_only and not read_all(out, chosen, threads):
+            raise FileNotFoundError(
+                f"There are no measurements of these networks in {out}. Give their folder as --out."
+            )
         total = 0 if show_only else sum(len(unmeasured(out, names, name, threads)) for name in chosen)
     try:
         with progress() as bars:

@@ -19,7 +19,8 @@ def inspect(
     model: Annotated[
         str,
         typer.Argument(
-            help="small, large, mlp, cnn, convnet, resnet, or module:object: an nn.Module or a function for one."
+            help="small, large, mlp, cnn, convnet or resnet; or module:object: an nn.Module or a function for one.",
+            metavar="MODEL",
         ),
     ],
     dataset: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "digits",
@@ -79,7 +80,7 @@ def _show_blocks(found: Inspection, count: int, numbers: Path) -> None:
     shown = found.largest(count)
     table = Table(title=found.title)
     table.add_column("block", overflow="fold")
-    for name in ("size", "A_ii", "λ", "of trace"):
+    for name in ("size", "A_ii", "λ", "share of trace"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("strongest correlation", overflow="fold")
     for row in shown:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Parts = Annotated[
     list[str] | None,
-    typer.Argument(help="Parts of the paper, as listed by `reproduce --list`.", show_default="all"),
+    typer.Argument(help="Parts of the paper, as listed by `reproduce --list`.", show_default="all", metavar="PART"),
 ]
 Profile = Annotated[
     str, typer.Option(help="quick (5,000 embedded digits, minutes) or paper (MNIST and CIFAR-10, hours).")
@@ -133,7 +133,7 @@ def _select(parts: list[str] | None) -> list[str]:
 
     unknown = [name for name in parts or [] if name not in PARTS]
     if unknown:
-        raise ValueError(f"there is no part {', '.join(unknown)}. The parts are {', '.join(PARTS)}.")
+        raise ValueError(f"There is no part {', '.join(unknown)}. The parts are {', '.join(PARTS)}.")
     return list(dict.fromkeys(parts or PARTS))
 
 

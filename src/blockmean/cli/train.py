@@ -38,7 +38,9 @@ def train(
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(help="Another argument of the optimizer, e.g. weight_decay=0.1. Can be repeated."),
+        typer.Option(
+            help="Another argument of the optimizer, e.g. weight_decay=0.1. Can be repeated.", metavar="KEY=VALUE"
+        ),
     ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images.", min=1)] = 5,
     batch: Annotated[int, typer.Option(help="Images per step.", min=1)] = 100,
@@ -111,6 +113,8 @@ def _options(given: list[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not (key.isidentifier() and equals):
             raise ValueError(f"--option must look like key=value. Got {text!r} instead.")
+        if key == "lr":
+            raise ValueError(f"Give the learning rate as --lr, not as an option. Got {text!r}.")
         try:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError):
@@ -134,7 +138,7 @@ def _show(records: list[dict[str, Any]]) -> None:
         )
         return
     table = Table("optimizer")
-    for name in ("lr", "training loss", "test error", "seconds", "ms per step", "share of optimizer"):
+    for name in ("lr", "training loss", "test error", "CPU seconds", "ms per step", "in the optimizer"):
         table.add_column(name, justify="right")
     table.columns[0].no_wrap = True
     for record in records:

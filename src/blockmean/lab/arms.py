@@ -120,9 +120,10 @@ def make(name: str, model: nn.Module, lr: float, options: dict[str, Any]) -> tor
     """An optimizer for a model; ValueError if it does not take these options."""
     cls = find(name)
     taken = inspect.signature(cls).parameters
-    swallowed = [option for option in options if option not in taken]
-    if swallowed and name in PEERS:  # pytorch_optimizer takes any keyword and ignores those it does not know
-        raise ValueError(f"{name} has no option {', '.join(swallowed)}. It has {', '.join(taken)}.")
+    unknown = [option for option in options if option not in taken]
+    if unknown:  # pytorch_optimizer takes any keyword and ignores those it does not know
+        others = [option for option in taken if option not in ("params", "model", "lr", "kwargs")]
+        raise ValueError(f"{name} has no option {', '.join(unknown)}. It has {', '.join(others)}.")
     if name in TAKE_THE_MODEL:
         what: Any = model
     else:

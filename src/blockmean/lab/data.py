@@ -84,10 +84,10 @@ def _paths(source: Source, data_dir: Path | None, download: bool) -> list[Path]:
     paths, absent = find(source, cache)
     if absent:
         raise FileNotFoundError(
-            f"{source.name} is not here: {where}, and it has not been downloaded to {cache}. Fetch it with --download "
-            "(an option of `reproduce`, `train` and `inspect`), name the folder that holds "
-            f"{', '.join(source.published)} with --data-dir or BLOCKMEAN_DATA, or use the embedded digits "
-            "(with --dataset digits or `reproduce --profile quick`)."
+            f"{source.name} was not found: {where}, and it has not been downloaded to {cache}. Fetch it with "
+            "--download (an option of `reproduce`, `train` and `inspect`), name the folder that holds "
+            f"{', '.join(source.published)} with --data-dir or BLOCKMEAN_DATA, or use embedded data "
+            "(--dataset digits, or --profile quick)."
         )
     return paths
 

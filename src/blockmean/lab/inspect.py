@@ -32,6 +32,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": nn.functional.cross_entropy,
     "mse": nn.functional.mse_loss,
 }
+PARTITIONS = ("tensor", "unit", "kernel", "module", "all", "element")
 LARGEST_BATCH = 128
 LEARNING_RATE = 1e-3
 BATCH = 100  # samples of the matrix between two reports of progress; as quick as all at once
@@ -142,6 +143,8 @@ def inspect(
     """
     if request.matrix not in MATRICES:
         raise ValueError(f"matrix must be one of {', '.join(MATRICES)}. Got {request.matrix!r} instead.")
+    if request.partition not in PARTITIONS:
+        raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}. Got {request.partition!r} instead.")
     for name, least in (("samples", 1), ("train_steps", 0), ("norm_probes", 0)):
         if getattr(request, name) < least:
             raise ValueError(f"{name} must be at least {least}. Got {getattr(request, name)} instead.")

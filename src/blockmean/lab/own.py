@@ -31,7 +31,7 @@ def find_object(spec: str, what: str, known: Iterable[str] = ()) -> Any:
     """The object that 'package.module:name' stands for; modules in the current folder are found, too."""
     module_name, _, name = spec.partition(":")
     if not (module_name and name):
-        choice = " or ".join([*known, "'module:function'"])
+        choice = f"one of {', '.join(known)}, module:object" if known else "module:object"
         raise ValueError(f"{what} must be {choice}. Got {spec!r} instead.")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

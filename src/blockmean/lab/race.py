@@ -198,7 +198,7 @@ class Result:
     """To AdamW's, seed by seed; a miss is infinite. Where AdamW misses, its whole run counts: an upper bound."""
     seconds_ratio: MedianRange | None
     iteration_ratio: MedianRange | None
-    """Processor time of the whole run over AdamW's."""
+    """Processor time per step over AdamW's."""
     loss_difference: Interval | None
     verdict: str
     """Whether the final training loss is better or worse than AdamW's, beyond noise."""
@@ -228,7 +228,17 @@ class TaskResult(NamedTuple):
 
     def times(self, ratio: MedianRange | None) -> str:
         """A ratio to AdamW's steps or seconds as text."""
-        return "–" if ratio is None else f"{'≤ ' if self.is_bound else ''}{ratio}"
+        if ratio is None:
+            return "–"
+        return f"≤ {ratio}" if self.is_bound and math.isfinite(ratio.median) else str(ratio)
+
+    @property
+    def target_text(self) -> str:
+        """The target as text, and whether AdamW reached it."""
+        if self.target is None:
+            return "no target yet"
+        missed = f", missed by AdamW with {self.arms[BASELINE].misses} of {len(self.arms[BASELINE].seeds)} seeds"
+        return f"target {self.target:.4g}{missed if self.is_bound else ''}"
 
 
 def results(race: Race, folder: Path) -> list[TaskResult]:
@@ -266,6 +276,9 @@ def _result(study: Study, found: Findings, arm: str, target: float | None) -> Re
     def all_seconds(record: Record) -> float:
         return float(record["seconds"])
 
+    def iteration(record: Record) -> float:
+        return all_seconds(record) / max(all_steps(record), 1.0)  # a run that diverges is shorter
+
     def ratio(value: Callable[[Record], float], whole: Callable[[Record], float]) -> MedianRange | None:
         # Where AdamW misses, its whole run counts: it would take longer.
         both = zip(pairs(ours, theirs, value, shift), pairs(ours, theirs, whole, shift), strict=True)
@@ -289,7 +302,7 @@ def _result(study: Study, found: Findings, arm: str, target: float | None) -> Re
         bytes_per_parameter=round(last["state_bytes"] / last["parameters"], 3),
         steps_ratio=ratio(steps, all_steps) if reached else None,
         seconds_ratio=ratio(seconds, all_seconds) if reached else None,
-        iteration_ratio=ratio(all_seconds, all_seconds),
+        iteration_ratio=ratio(iteration, iteration),
         loss_difference=interval(gained),
         verdict=IN_WORDS[verdict(gained) if len(gained) > 1 else Verdict.UNKNOWN],
     )
@@ -320,11 +333,8 @@ def table(found: TaskResult) -> Table:
         Column("held-out loss", lambda arm: mean(arms[arm].held_out_loss)),
         Column("bytes/param", lambda arm: f"{arms[arm].bytes_per_parameter:.1f}"),
     ]
-    target = "no target yet" if found.target is None else f"target {found.target:.4g}"
-    if found.is_bound:
-        target += f", missed by AdamW with {arms[BASELINE].misses} of {len(arms[BASELINE].seeds)} seeds"
     order = sorted(arms, key=lambda arm: statistics.mean(arms[arm].final_loss))
-    title = f"{found.task.title}, {found.task.steps} steps: {target}"
+    title = f"{found.task.title}, {found.task.steps} steps: {found.target_text}"
     return results_table(found.study, found.findings, columns, title, failures, order)
 
 

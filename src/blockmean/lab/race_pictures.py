@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from blockmean.lab.arms import ARMS, BASELINE
 from blockmean.lab.picture import Picture, save
@@ -60,6 +62,7 @@ def draw_overview(found: Sequence[TaskResult], path: Path) -> Picture:
             if arm in one.arms:
                 _curves(ax, one, arm, by_seconds=True)
         _finish(ax, one, OVERVIEW)
+        _log_seconds(ax)
         ax.set_title(one.task.title.replace(", transformer", "\ntransformer"), fontsize=10)
         ax.tick_params(labelsize=8)
         entries |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
@@ -72,10 +75,10 @@ def draw_overview(found: Sequence[TaskResult], path: Path) -> Picture:
         figure.legend(
             list(entries.values()), list(entries), loc="outside upper center", ncols=5, fontsize=10, frameon=False
         )
-    figure.supxlabel("processor seconds, one thread", fontsize=10)
+    figure.supxlabel("processor seconds, one thread (log scale)", fontsize=10)
     figure.supylabel("training loss", fontsize=10)
     missing = [arm for arm in OVERVIEW if arm not in entries]
-    caption = "Training loss against processor seconds; thin lines are seeds, thick ones their median."
+    caption = "Training loss against processor seconds, on a log scale; thin lines are seeds, thick ones their median."
     return save(figure, path, caption + (f" No runs of {', '.join(missing)} yet." if missing else ""))
 
 
@@ -107,6 +110,19 @@ def _spread(found: TaskResult) -> float:
     """How many times longer the slowest arm takes than the fastest."""
     seconds = [max(statistics.median(result.total_seconds), 1e-9) for result in found.arms.values()]
     return max(seconds) / min(seconds) if seconds else 1.0
+
+
+def _log_seconds(ax: Axes) -> None:
+    """Equal distances are equal factors, from the first point that is in sight; the arms differ by up to ten times."""
+    top = ax.get_ylim()[1]
+    lines = [line.get_xydata() for line in ax.lines if line.get_label() != "target"]
+    seen = [x for line in lines for x, y in np.asarray(line) if y <= top]
+    ax.set_xscale("log")
+    if seen:
+        ax.set_xlim(left=0.9 * min(seen))
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _finish(ax: Axes, found: TaskResult, arms: Sequence[str] | None = None) -> None:

@@ -75,13 +75,13 @@ def _shakespeare(data_dir: Path | None) -> Tensor:
     """The characters of tiny Shakespeare, which are plain ASCII, one byte each."""
     advice = (
         "Put the 1,115,394 characters of tiny Shakespeare there (`input.txt` of karpathy/char-rnn on GitHub), or use "
-        "the text inside Python itself (with `bench race --profile quick`)."
+        "the text inside Python itself (--profile quick)."
     )
     given = data_dir or os.environ.get("BLOCKMEAN_DATA")
     where = "neither --data-dir nor BLOCKMEAN_DATA is given" if given is None else f"{given} does not have it"
     paths, absent = ([], ["all"]) if given is None else find(SHAKESPEARE, Path(given).expanduser())
     if absent:
-        raise FileNotFoundError(f"text/tinyshakespeare.txt is not here: {where}. {advice}")
+        raise FileNotFoundError(f"text/tinyshakespeare.txt was not found: {where}. {advice}")
     try:
         (characters,) = read(SHAKESPEARE, paths).values()
     except DamagedData as error:

@@ -39,11 +39,13 @@ def check(spec: RunSpec) -> None:
     """Raise ValueError if the run, or writing its record, is bound to fail. Takes no data and no time."""
     steps_per_epoch(spec.dataset, spec.batch)
     if not is_own(spec.model):
-        require_one_of("model", spec.model, (*models_of(spec), "module:function"))
+        require_one_of("model", spec.model, (*models_of(spec), "module:object"))
     require_one_of("optimizer", spec.optimizer, tuple(arms.known()))
     require_one_of("inputs", spec.inputs, PREPARATIONS)
     if spec.flip and not DATASETS[spec.dataset].image:
         raise ValueError("flip mirrors images, and this data set is a text.")
+    if not 0 <= spec.seed < 2**32:  # as NumPy wants it
+        raise ValueError(f"seed must be between 0 and {2**32 - 1}. Got {spec.seed} instead.")
     if spec.steps < 1:
         raise ValueError(f"steps must be at least 1. Got {spec.steps} instead.")
     if not math.isfinite(spec.lr):
