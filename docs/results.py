@@ -186,7 +186,7 @@ def step_brief(found: Sequence[Costs]) -> str:
             return "too long" if "did not finish" in row["missing"] else "–"
         return f"{row['beside_fused']['median']:.2f}" if row else ""
 
-    rows = [[name, *(cell(one, name) for one in found)] for name in COMPARED]
+    rows = [[name, *(cell(one, name) for one in found)] for name in COMPARED if any(name in one.rows for one in found)]
     return Table("", ["", *(one.network for one in found)], rows).markdown() if found else "Not measured yet."
 
 
