@@ -28,7 +28,7 @@ from blockmean.lab.paper.protocol import BATCH, DIAGONAL, PAPER
 from blockmean.lab.records import store
 from blockmean.lab.spec import RunSpec
 from blockmean.lab.tasks import load_data, make_model
-from blockmean.lab.train import batches, make_optimizer
+from blockmean.lab.train import batches_of, make_optimizer
 
 RATE = 0.01
 LEARNS, WINDOW = 2.2, 20
@@ -75,7 +75,7 @@ def steps(dataset: str, model_name: str, arm: Arm, seed: int, count: int, data_d
     for module in model.modules():
         if isinstance(module, nn.Tanh):
             module.register_forward_hook(lambda module, inputs, output: activations.append(output.detach()))
-    for number, (inputs, targets) in enumerate(batches(data, spec)):
+    for number, (inputs, targets) in enumerate(batches_of(data, spec)):
         rate = RATE / 10 if number < arm.slow_steps else RATE
         optimizer.param_groups[0]["lr"] = rate
         activations.clear()
