@@ -47,17 +47,14 @@ class Variation(NamedTuple):
 
 VARIATIONS = {
     "the study's protocol": Variation(),
-    "rate 0.03": Variation(rate=0.03),
+    "rate 0.3": Variation(rate=0.3),
+    "inputs in [0, 1]": Variation(inputs="raw"),
+    "Xavier's weights": Variation(weights="xavier"),
+    "not mirrored, not shuffled": Variation(flip=False, shuffled=False),
+    "mean pooling": Variation(pooling=nn.AvgPool2d),
+    "ReLU": Variation(activation=nn.ReLU),
     "rate 0.05": Variation(rate=0.05),
     "rate 0.2": Variation(rate=0.2),
-    "rate 0.3": Variation(rate=0.3),
-    "rate 0.5": Variation(rate=0.5),
-    "inputs in [0, 1]": Variation(inputs="raw"),
-    "not mirrored": Variation(flip=False),
-    "not mirrored, not shuffled": Variation(flip=False, shuffled=False),
-    "Xavier's weights": Variation(weights="xavier"),
-    "ReLU": Variation(activation=nn.ReLU),
-    "mean pooling": Variation(pooling=nn.AvgPool2d),
     "sums from 0.1": Variation(initial=0.1),
     "ε inside the root": Variation(eps_inside=True),
 }

@@ -6,8 +6,8 @@ A run is followed with the weights and batches of `blockmean reproduce` until it
 below 2.2; guessing is 2.30), or for 120 steps. Beside the loss, each step says how far outputs differ between the
 images of the batch, how far parameters move in units of η, how large the correction is beside the diagonal step, the
 smallest eigenvalue of A, and which share of the activations is saturated. The arms differ from Algorithm 1 in one thing
-each: no correction, ε so small that it does not matter, another floor or variant, smaller steps at first, or weights
-that let the signal through. The record is benchmarks/results/lost_runs.json; a run that is in it is not made again.
+each: no correction, ε so small that it does not matter, another floor or variant, smaller steps at first, or other
+initial weights: some that let the signal through, and PyTorch's with a little noise, to see how far chance goes. The record is benchmarks/results/lost_runs.json; a run that is in it is not made again.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Arm(NamedTuple):
     options: dict[str, Any]
     slow_steps: int = 0  # the first steps take a tenth of the rate
     carries_signal: bool = False  # Xavier's initial weights for tanh, without biases, in place of PyTorch's
+    noise: float = 0.0  # initial weights are multiplied by 1 + noise × a normal number
 
 
 def _paper(**changed: Any) -> dict[str, Any]:
@@ -58,6 +59,9 @@ ARMS = {
     "BMA, 20 slow steps": Arm(**PAPER, slow_steps=20),
     "BMA, Xavier's weights": Arm(**PAPER, carries_signal=True),
     "diag, Xavier's weights": Arm(**DIAGONAL, carries_signal=True),
+    "diag, √r + ε, weights changed by 0.1%": Arm(**DIAGONAL, noise=1e-3),
+    "diag, √(r + ε), weights changed by 0.1%": Arm(**_paper(correction=False), noise=1e-3),
+    "BMA, weights changed by 0.1%": Arm(**PAPER, noise=1e-3),
 }
 
 
@@ -70,6 +74,10 @@ def steps(dataset: str, model_name: str, arm: Arm, seed: int, count: int, data_d
     model = make_model(spec)
     if arm.carries_signal:
         _carry_signal(model)
+    if arm.noise:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1 + arm.noise * torch.randn_like(param))
     optimizer = make_optimizer(spec, model)
     activations: list[Tensor] = []
     for module in model.modules():
