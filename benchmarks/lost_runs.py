@@ -7,7 +7,8 @@ below 2.2; guessing is 2.30), or for 120 steps. Beside the loss, each step says 
 images of the batch, how far parameters move in units of η, how large the correction is beside the diagonal step, the
 smallest eigenvalue of A, and which share of the activations is saturated. The arms differ from Algorithm 1 in one thing
 each: no correction, ε so small that it does not matter, another floor or variant, smaller steps at first, or other
-initial weights: some that let the signal through, and PyTorch's with a little noise, to see how far chance goes. The record is benchmarks/results/lost_runs.json; a run that is in it is not made again.
+initial weights: some that let the signal through, and PyTorch's with a little noise, to see how far chance goes. The
+record is benchmarks/results/lost_runs.json; a run that is in it is not made again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from blockmean.lab.tasks import load_data, make_model
 from blockmean.lab.train import batches_of, make_optimizer
 
 RATE = 0.01
-LEARNS, WINDOW = 2.2, 20
+WINDOW = 20
 SATURATED = 0.99
 
 
@@ -54,6 +55,7 @@ ARMS = {
     "diag, √(r + ε)": Arm(**_paper(correction=False)),
     "BMA": Arm(**PAPER),
     "BMA, ε = 1e-20": Arm(**_paper(eps=1e-20)),
+    "BMA, torch's operations": Arm(**_paper(foreach=True)),
     "BMA, floor 0.1": Arm(**_paper(eigenvalue_floor=0.1)),
     "BMA consistent": Arm("AdaGradBMA", {"variant": "consistent", "eps": 1e-10}),
     "BMA, 20 slow steps": Arm(**PAPER, slow_steps=20),
@@ -134,14 +136,14 @@ def _smallest_eigenvalue(optimizer: torch.optim.Optimizer) -> float | None:
     return min(float(each.eigenvalues.min()) for each in found) if found else None
 
 
-def follow(dataset: str, model_name: str, arm: Arm, seed: int, count: int, data_dir: Path | None) -> dict[str, Any]:
-    """A run until it learns; `learns` is the step at which it does, or None. One column per finding."""
+def follow(below: float, *run: Any) -> dict[str, Any]:
+    """A run until it learns; `learns` is the step at which it does, or None. One column per finding of `steps`."""
     rows: list[dict] = []
     learns = None
-    for row in steps(dataset, model_name, arm, seed, count, data_dir):
+    for row in steps(*run):
         rows.append(row)
         recent = [each["loss"] for each in rows[-WINDOW:]]
-        if len(recent) == WINDOW and statistics.mean(recent) < LEARNS:
+        if len(recent) == WINDOW and statistics.mean(recent) < below:
             learns = len(rows)
             break
     return {"learns": learns, "steps": {name: [_short(row[name]) for row in rows] for name in rows[0]}}
@@ -158,8 +160,8 @@ def table(runs: list[dict[str, Any]]) -> str:
     header = ["data, arm", "runs that learn", "after steps", "mean move, step 1", "spread at step 5", "at the end"]
     header += ["correction, largest of steps 1 to 5", "smallest eigenvalue"]
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-    for dataset, arm in dict.fromkeys((run["dataset"], run["arm"]) for run in runs):
-        own = [run for run in runs if (run["dataset"], run["arm"]) == (dataset, arm)]
+    for dataset, arm, below in dict.fromkeys((run["dataset"], run["arm"], run["below"]) for run in runs):
+        own = [run for run in runs if (run["dataset"], run["arm"], run["below"]) == (dataset, arm, below)]
         columns = [run["steps"] for run in own]
         eigenvalues = [value for each in columns for value in each["smallest eigenvalue"] if value is not None]
         cells = [
@@ -171,7 +173,7 @@ def table(runs: list[dict[str, Any]]) -> str:
             f"{max(max(each['correction'][:5]) for each in columns):.2g}",
             f"{min(eigenvalues):.2g}" if eigenvalues else "–",
         ]
-        lines.append(f"| {dataset}, {arm} | {' | '.join(cells)} |")
+        lines.append(f"| {dataset}, {arm}{'' if below == 2.2 else ', followed on'} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -183,6 +185,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[100, 0, 1], help="100 tunes the rate in the study")
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--below", type=float, default=2.2, help="a run ends when 20 batches have a smaller mean loss")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "lost_runs.json")
     given = parser.parse_args()
     use_threads(1)
@@ -191,9 +194,10 @@ def main() -> None:
         for seed in given.seeds:
             for arm in given.arms:
                 name = {"dataset": dataset, "model": given.model, "arm": arm, "seed": seed, "at most": given.steps}
+                name["below"] = given.below
                 if any(name.items() <= run.items() for run in record["runs"]):
                     continue
-                run = follow(dataset, given.model, ARMS[arm], seed, given.steps, given.data_dir)
+                run = follow(given.below, dataset, given.model, ARMS[arm], seed, given.steps, given.data_dir)
                 record["runs"].append({**name, **run})
                 print(name, run["learns"], [run["steps"]["spread"][i] for i in (0, 4, -1)], flush=True)
                 store(given.out, {**record, "environment": environment()})
