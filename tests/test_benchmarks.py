@@ -131,6 +131,34 @@ def test_the_first_step_benchmark_measures_moves_in_units_of_the_rate(tmp_path: 
     assert all(0.5 < floor["largest move"] < 1e6 and floor["differences left"] >= 0 for floor in floors)
 
 
+def test_lost_runs_are_followed_step_by_step_and_not_made_again(tmp_path: Path):
+    out = tmp_path / "lost_runs.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "lost_runs.py"), "--datasets", "digits", "--model", "small"]
+    command += ["--arms", "diag, √(r + ε)", "BMA", "--seeds", "0", "--steps", "5", "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert printed.startswith("| data, arm |")  # nothing was run the second time
+    diagonal, corrected = (run["steps"] for run in json.loads(out.read_text())["runs"])
+    assert all(len(column) == 5 for column in diagonal.values())
+    assert max(diagonal["correction"]) < 1e-5 < min(corrected["correction"])
+    assert diagonal["smallest eigenvalue"] == [None] * 5
+
+
+def test_the_first_epoch_is_compared_with_the_same_seeds(tmp_path: Path):
+    script = load("benchmarks/first_epoch.py")
+    runs = [
+        {"variation": "ReLU", "arm": arm, "seed": seed, "sum": value + seed}
+        for arm, value in (("diag", 900), ("BMA", 890), ("full", 850))
+        for seed in (0, 100)
+    ]
+    assert "| ReLU | 950 (900–1000) | 940 (890–990) | 900 (850–950) | -10 (-10 to -10) | -50 (-50 to -50) |" in (
+        script.table(runs, "sum")
+    )
+    for name in ("the study's protocol", "not mirrored, not shuffled", "ReLU"):
+        run = script.first_epoch(script.VARIATIONS[name], "BMA", 0, 3, "digits", None)
+        assert 900 < run["sum"] < 1400 and len(run["by fifties"]) == 1
+
+
 def test_the_first_look_is_a_study_whose_settings_are_those_of_its_record():
     look = load("benchmarks/first_look.py")
     published = json.loads((ROOT / "benchmarks" / "results" / "first_look.json").read_text())

@@ -20,7 +20,7 @@ from blockmean.lab.data import load
 from blockmean.lab.models import MODELS
 from blockmean.lab.spec import RunSpec
 from blockmean.lab.tasks import Data, steps_per_epoch
-from blockmean.lab.train import _batches, run
+from blockmean.lab.train import batches_of, run
 
 REAL_DATA = Path(__file__).parents[3] / "shared" / "data"
 SPEC = RunSpec(dataset="digits", model="small", optimizer="AdaGradBMA", lr=0.1, seed=0, steps=5, batch=50)
@@ -87,7 +87,7 @@ def test_batches_go_through_every_image_once_an_epoch_and_mirror_half_of_them():
     pictures = torch.arange(count * width).view(count, 1, 1, width).float()
     images = Data(pictures, torch.arange(count), pictures, torch.arange(count))
     spec = replace(SPEC, batch=5, steps=40, flip=True)
-    batches = list(_batches(images, spec))
+    batches = list(batches_of(images, spec))
     assert len(batches) == 40
     mirrored = []
     for epoch in range(20):  # two batches of five; two images are left out
@@ -98,7 +98,7 @@ def test_batches_go_through_every_image_once_an_epoch_and_mirror_half_of_them():
             assert torch.equal(picture.sort(dim=-1).values, pictures[label])
             mirrored.append(not torch.equal(picture, pictures[label]))
     assert 0.35 < sum(mirrored) / len(mirrored) < 0.65  # 200 tosses: 4 standard deviations
-    straight = list(_batches(images, replace(spec, flip=False)))
+    straight = list(batches_of(images, replace(spec, flip=False)))
     assert all(torch.equal(x, pictures[y]) for x, y in straight)
 
 

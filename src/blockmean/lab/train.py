@@ -108,7 +108,7 @@ def run(spec: RunSpec, data_dir: Path | None = None, on_step: Callable[[int, flo
     diverged_at = None
     seconds = step_seconds = 0.0
     arms.switch(optimizer, "train")
-    for step, (inputs, targets) in enumerate(_batches(data, spec)):
+    for step, (inputs, targets) in enumerate(batches_of(data, spec)):
         began = time.process_time()
         optimizer.zero_grad()
         loss = loss_of.mean(model(inputs), targets)
@@ -179,7 +179,7 @@ def _warm_up(spec: RunSpec, data: Data) -> None:
         model = make_model(spec)
         optimizer = make_optimizer(spec, model)
         arms.switch(optimizer, "train")
-        for inputs, targets in islice(_batches(data, spec), 2):
+        for inputs, targets in islice(batches_of(data, spec), 2):
             optimizer.zero_grad()
             LOSSES[spec.loss].mean(model(inputs), targets).backward()
             _stepped(optimizer)
@@ -199,7 +199,7 @@ def _evaluation(model: nn.Module, optimizer: torch.optim.Optimizer, spec: RunSpe
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
         with torch.no_grad():
-            for inputs, _ in islice(_batches(data, replace(spec, steps=50)), 50):
+            for inputs, _ in islice(batches_of(data, replace(spec, steps=50)), 50):
                 model(inputs)
     yield
     for name, buffer in model.named_buffers():
@@ -207,7 +207,7 @@ def _evaluation(model: nn.Module, optimizer: torch.optim.Optimizer, spec: RunSpe
     arms.switch(optimizer, "train")
 
 
-def _batches(data: Data, spec: RunSpec) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(data: Data, spec: RunSpec) -> Iterator[tuple[Tensor, Tensor]]:
     """`steps` batches, in a new order every epoch; the examples left over at the end of an epoch are not used."""
     examples, targets = data[:2]
     count = len(examples)
