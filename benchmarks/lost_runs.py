@@ -161,7 +161,7 @@ def table(runs: list[dict[str, Any]]) -> str:
         columns = [run["steps"] for run in own]
         eigenvalues = [value for each in columns for value in each["smallest eigenvalue"] if value is not None]
         cells = [
-            f"{sum(run['learns'] is not None for run in own)} of {len(own)}",
+            f"{sum(run['learns'] is not None for run in own)} of {len(own)}" if below else "not asked",
             ", ".join(f"{run['seed']}: {run['learns'] or '–'}" for run in own),
             ", ".join(f"{each['mean move'][0]:.2g}" for each in columns),
             ", ".join(f"{each['spread'][4]:.1g}" for each in columns),
