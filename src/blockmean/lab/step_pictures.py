@@ -44,7 +44,7 @@ def draw_costs(found: Sequence[Costs], path: Path) -> Picture:
     ax.axhline(1, color="black", linewidth=0.8)
     ax.set(yscale="log", ylabel="step, times torch's fused step")
     ax.set_xticks(
-        range(len(found)), [f"{one.network}\n{_short(one.parameters)} in {one.tensors} tensors" for one in found]
+        range(len(found)), [f"{one.network}\n{_short(one.parameters)}\nin {one.tensors} tensors" for one in found]
     )
     _plain_numbers(ax)
     ax.grid(axis="y", alpha=0.3)
