@@ -159,6 +159,13 @@ def test_the_first_epoch_is_compared_with_the_same_seeds(tmp_path: Path):
         assert 0 < run["sum"] < 1e4 and len(run["by fifties"]) == 1
 
 
+def test_the_page_has_the_records_of_the_large_model():
+    script = load("benchmarks/large_model.py")
+    table = script.table(script.study("mnist"), ROOT / "results" / "mnist-large")
+    assert "| diag | 0.01 | 650, 1383, 1383 | – | 0.647 | 2 of 3 |" in table
+    assert table in (ROOT / "docs" / "results.md").read_text()
+
+
 def test_the_first_look_is_a_study_whose_settings_are_those_of_its_record():
     look = load("benchmarks/first_look.py")
     published = json.loads((ROOT / "benchmarks" / "results" / "first_look.json").read_text())
@@ -195,7 +202,10 @@ def test_iterations_and_peak_memory_are_measured_beside_adamw(tmp_path: Path):
     subprocess.run([*command, "--out", str(tmp_path / "cost.json")], check=True, capture_output=True)
     record = json.loads((tmp_path / "cost.json").read_text())
     ratios = {row["optimizer"]: row["ratio"]["median"] for row in record["rows"]}
-    assert list(ratios) == ["AdamW", "Anova", "SOAP", "Adagrad, fused", "AdaGradBMA"] and min(ratios.values()) > 0
+    assert (
+        list(ratios) == ["AdamW", "AdamBMA", "Anova", "SOAP", "Adagrad, fused", "AdaGradBMA"]
+        and min(ratios.values()) > 0
+    )
     assert ratios["AdamW"] == ratios["Adagrad, fused"] == 1
     assert 0 < record["peak_beyond_adamw"]["Anova"] < 0.3 < record["peak_beyond_adamw"]["SOAP"]
 
