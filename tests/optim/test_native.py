@@ -210,6 +210,42 @@ def test_the_root_without_eigenvectors(n, kind):
     assert not solver.times_root(made, A.data_ptr(), n, 0.1, b.data_ptr(), out.data_ptr())
 
 
+def times_root(A, floor, b):
+    out = torch.full_like(b, torch.nan)
+    made = native._kernels.solver(len(A), [])
+    assert solver.times_root(made, A.data_ptr(), len(A), floor, b.data_ptr(), out.data_ptr())
+    return out
+
+
+def near_identity(n, norm, seed=0):
+    """A symmetric matrix whose rows differ from those of I by `norm` at most, summed over their entries, and b."""
+    rng = torch.Generator().manual_seed(seed)
+    C = torch.randn(n, n, generator=rng, dtype=torch.float64)
+    C = C + C.T
+    C *= norm / C.abs().sum(1).max()
+    return torch.eye(n, dtype=torch.float64) + C, C, torch.randn(n, generator=rng, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 34, 150])
+@pytest.mark.parametrize("norm", [0.0, 1e-12, 1e-3, 0.3, 0.7, 0.899, 0.95, 3.0])
+@pytest.mark.parametrize("floor", [1e-10, 0.1, 0.9, 1.0])
+def test_roots_near_the_identity_and_far_from_it_are_those_of_torch(n, norm, floor):
+    """Near it they are a series, which knows no floor: it must not be taken where the floor matters."""
+    A, _, b = near_identity(n, norm)
+    found, expected = times_root(A, floor, b), times_inverse_root_minus_identity(A, floor, b)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("n", [3, 34, 150])
+@pytest.mark.parametrize("norm", [1e-4, 1e-9, 1e-14])
+def test_the_root_of_nearly_the_identity_keeps_its_digits(n, norm):
+    """Eigenvalues minus one have a rounding error of 1e-16, whatever their size; the series does not subtract."""
+    A, _, b = near_identity(n, norm)
+    C = A - torch.eye(n, dtype=torch.float64)  # as A has it, exactly
+    expected = C @ (C @ (C @ b * (-5 / 16)) + C @ b * (3 / 8)) - C @ b / 2
+    torch.testing.assert_close(times_root(A, 0.1, b), expected, rtol=1e-12, atol=0)
+
+
 # -------------------------------------------------------------------- block by block
 
 LOCAL = [(40, 33), (3, 5), (7, 1), (2, 8192), (2, 8193), (5, 3, 3, 3), (6, 2), (11,)]

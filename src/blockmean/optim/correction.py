@@ -9,7 +9,7 @@ take exactly the step of the principal submatrix without it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -271,8 +271,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             self._last[work.number] = (solver.common, solver.change)
             if work.plan.parts[0].passes.is_local:  # `apply_` will do it
                 return None
-            steps = dict(zip(work.indices, work.steps, strict=True))
-            return solver.solve(rule, work.sums, self.count_fallback, partial(_is_due, work, steps))
+            return solver.solve(rule, work.sums, self.count_fallback, partial(_is_due, work))
         n, scale = self._measures(work, form)
         common = scale * (u if form.takes_raw_sums else work.sums[3 if form.is_weighted else 2])
         change, kappa = torch.zeros_like(common), torch.ones_like(common)
@@ -317,8 +316,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             for i in moving:
                 first = layout.starts[i] - component.blocks.start
                 present[first : first + layout.counts[i]] = True
-            steps = {i: int(work.states[i]["step"]) for i in moving}
-            if not _is_due(work, steps, moving) and torch.equal(part["root_of"], present):
+            if not _is_due(work, moving) and torch.equal(part["root_of"], present):
                 return part["root"]
             part["root_of"].copy_(present)
         A = normalised(part["U"], n, rule.form.keeps_diagonal)
@@ -347,9 +345,9 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             yield component, normalised(part["U"], own, form.keeps_diagonal)
 
 
-def _is_due(work: Work, steps: Mapping[int, int], members: Sequence[int]) -> bool:
+def _is_due(work: Work, members: Sequence[int]) -> bool:
     """Whether a new root is due for the matrix of these tensors."""
-    return any((steps[i] - 1) % work.group["refresh_every"] == 0 for i in members)
+    return any((int(work.states[i]["step"]) - 1) % work.group["refresh_every"] == 0 for i in members)
 
 
 def _describe_state(work: Work) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import is_
 from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
@@ -61,21 +60,37 @@ class Work:
     plan: Any = None  # for the method's own use, from step to step as long as nothing changes
     pieces: list[Piece] = field(default_factory=list)  # those that take part
     is_whole: bool = False  # no tensor is in pieces
+    places: list[int] = field(default_factory=list)  # of the tensor of each piece, among those in `states`
     counters: list[int] = field(default_factory=list)  # addresses of the step counts, if the kernels can read them
     watch: Watch | None = None  # sees whether the lists can serve again
 
     def serves_again(self, group: dict[str, Any], states: Mapping[Tensor, State]) -> bool:
-        """Whether nothing has changed but gradients, steps, and options that the lists do not depend on."""
-        params = group["params"]
-        return (
+        """Whether nothing has changed but gradients, steps, and options that the lists do not depend on.
+
+        Then the lists are those of the next step.
+        """
+        same = (
             self.watch is not None
             and group is self.group
             and group.get("partition", self.layout.partition) == self.layout.partition
             and group.get("coupling", self.layout.coupling) == self.layout.coupling
-            and len(params) == len(self.tensors)
-            and all(map(is_, params, self.tensors))
-            and self.watch.sees_no_change(params, states)
         )
+        found = self.watch.gradients(group["params"], states) if same and self.watch is not None else None
+        if found is None:
+            return False
+        self.is_finite = None
+        counts = native.read_steps(self.counters) if self.counters else [int(s["step"]) for s in self.states.values()]
+        self.steps = [counts[place] + 1 for place in self.places]
+        grads = [found[place] for place in self.places]
+        self.grads = (
+            list(grads)
+            if self.is_whole
+            else [
+                grad if piece.rows is None else grad[slice(*piece.rows)]
+                for grad, piece in zip(grads, self.pieces, strict=True)
+            ]
+        )
+        return True
 
     def gradient(self, i: int) -> Tensor | None:
         """What this process has of a gradient."""
@@ -85,22 +100,6 @@ class Work:
     def is_sharded(self) -> bool:
         """Whether other processes have some of these tensors."""
         return self.layout.is_sharded
-
-    def refresh(self) -> None:
-        """Take the gradients and step counts of the next step."""
-        self.is_finite = None
-        counts = native.read_steps(self.counters) if self.counters else [int(s["step"]) for s in self.states.values()]
-        steps = dict(zip(self.states, counts, strict=True))
-        self.steps = [steps[i] + 1 for i in self.indices]
-        grads: Any = [self.tensors[i].grad for i in self.indices]
-        self.grads = (
-            grads
-            if self.is_whole
-            else [
-                grad if piece.rows is None else grad[slice(*piece.rows)]
-                for grad, piece in zip(grads, self.pieces, strict=True)
-            ]
-        )
 
     def per_block(self, values: Tensor) -> list[Tensor]:
         """Split numbers per block into those of every piece."""
@@ -327,7 +326,6 @@ class BlockMeanOptimizer(Optimizer):
         group = self.param_groups[number]
         kept = None if at_rest else self._works.pop(number, None)
         if kept is not None and kept.layout is self._layouts[number] and kept.serves_again(group, self.state):
-            kept.refresh()
             return kept
         kept = None  # with all that it holds
         tensors = distinct(group)
@@ -393,6 +391,8 @@ class BlockMeanOptimizer(Optimizer):
                 return
             work.watch = Watch(work.tensors, work.states)
             work.is_whole = all(piece.rows is None for piece in work.pieces)
+            order = {i: place for place, i in enumerate(work.states)}
+            work.places = [order[i] for i in work.indices]
             counters = [state["step"] for state in work.states.values()]
             if native.is_available() and all(x.dtype == torch.float32 and x.is_cpu for x in counters):
                 work.counters = [x.data_ptr() for x in counters]

@@ -33,8 +33,11 @@ class Watch:
         things = [thing for i, state in states.items() for thing in (tensors[i], tensors[i].grad, *state.values())]
         return all(type(thing) in PLAIN and thing.layout is torch.strided for thing in things)
 
-    def sees_no_change(self, tensors: list[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Whether these parameters and their states are the ones seen before, with gradients of the same kinds."""
+    def gradients(self, tensors: list[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> list[Tensor] | None:
+        """The new gradients, if these parameters and their states are the ones seen before; None if anything differs.
+
+        Those of parameters that take part, in order, and of the same kinds as before.
+        """
         seen = (self._own, self._things, self._addresses, self._kinds, self._gradients)
         if native.is_available():
             return native.unchanged(tensors, states, *seen)
@@ -49,30 +52,31 @@ def unchanged(
     addresses: list[int],
     kinds: list[tuple[Any, ...]],
     gradients: list[tuple[Any, ...]],
-) -> bool:
+) -> list[Tensor] | None:
     """What `Watch` asks, in Python; native/watch.cpp asks the same."""
     found: list[Tensor] = []
     own_kinds, grads = [], []
     if len(tensors) != len(own):
-        return False
+        return None
     for param, state in zip(tensors, own, strict=True):
         grad = param.grad
         if grad is None or state is None:
             if grad is not None or state is not None:
-                return False
+                return None
             continue
         if states.get(param) is not state:
-            return False
+            return None
         found += [param, *state.values()]
         own_kinds.append(_kind(param))
-        grads.append(_gradient_kind(grad))
-    return (
+        grads.append(grad)
+    same = (
         len(found) == len(things)
         and all(map(is_, found, things))
         and [thing.data_ptr() for thing in found] == addresses
         and own_kinds == kinds
-        and grads == gradients
+        and list(map(_gradient_kind, grads)) == gradients
     )
+    return grads if same else None
 
 
 def _kind(param: Tensor) -> tuple[Any, ...]:

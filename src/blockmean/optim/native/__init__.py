@@ -242,6 +242,6 @@ def advance(addresses: list[int]) -> None:
     _kernels.advance(addresses)
 
 
-def unchanged(*seen: Any) -> bool:
-    """The question of `watch.unchanged`."""
+def unchanged(*seen: Any) -> list[Tensor] | None:
+    """What `watch.unchanged` returns."""
     return _kernels.unchanged(*seen)

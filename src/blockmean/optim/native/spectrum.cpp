@@ -1,6 +1,10 @@
 // (A^-½ − I) b for a small symmetric matrix, with eigenvalues raised to a floor, without any eigenvector.
 //
-// A = H T Hᵀ with T tridiagonal, by Householder's reflections; T = Z diag(w) Zᵀ by implicit QL steps, products of
+// Where A is near I, which is where blocks depend little on each other, by the binomial series of C = A − I:
+//
+//     (I + C)^-½ b − b = Σ_j y_j,   y_0 = b,   y_j = −(2j − 1)/(2j) C y_j−1
+//
+// n² operations for a term, and no digit lost to a difference. Elsewhere A = H T Hᵀ with T tridiagonal, by Householder's reflections; T = Z diag(w) Zᵀ by implicit QL steps, products of
 // rotations. Both are applied to b one by one, and in reverse to f(w) ∘ (H Z)ᵀ b: (4/3) n³ operations in all, where
 // computing Z would take four times as many.
 //
@@ -21,6 +25,37 @@ double dot(const double* a, const double* b, int64_t n) {
         for (int l = 0; l < 4; ++l) lanes[l] += a[i + l] * b[i + l];
     for (; i < n; ++i) sum += a[i] * b[i];
     return sum + ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3]));
+}
+
+// The series, if ‖C‖_∞ says that no eigenvalue is below the floor and that 2n terms are enough; they cost less than
+// eigenvalues. What is left out of the sum is below the rounding error of its largest entry.
+bool add_up_series(const double* C, int64_t n, double floor, const double* b, double* out, double* term, double* next) {
+    double norm = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        double sum = 0;
+        for (int64_t j = 0; j < n; ++j) sum += __builtin_fabs(C[i * n + j]);
+        if (!(sum <= norm)) norm = sum;  // NaN as well
+    }
+    if (!(norm < 1 && 1 - norm >= floor)) return false;
+    int64_t terms = 1;
+    for (double power = norm; power > EPSILON; power *= norm)
+        if (++terms > 2 * n) return false;
+    for (int64_t i = 0; i < n; ++i) term[i] = b[i], out[i] = 0;
+    for (int64_t k = 1; k <= terms; ++k) {
+        const double factor = -double(2 * k - 1) / double(2 * k);
+        double longest = 0, whole = 0;
+        for (int64_t i = 0; i < n; ++i) {
+            next[i] = factor * dot(C + i * n, term, n);
+            out[i] += next[i];
+            const double size = __builtin_fabs(next[i]), total = __builtin_fabs(out[i]);
+            longest = size > longest ? size : longest;
+            whole = total > whole ? total : whole;
+        }
+        if (longest * norm <= EPSILON / 4 * (1 - norm) * whole) break;  // a bound on all terms that would follow
+        double* const last = term;
+        term = next, next = last;
+    }
+    return true;
 }
 
 // y ← y − beta (vᵀ y) v, the reflection that v stands for.
@@ -96,6 +131,9 @@ bool times_root(const double* matrix, int64_t n, double floor, const double* b, 
                 Rotation* rotations) {
     double *A = numbers, *d = A + n * n, *e = d + n, *beta = e + n, *w = beta + n;
     for (int64_t i = 0; i < n * n; ++i) A[i] = matrix[i];
+    for (int64_t i = 0; i < n; ++i) A[i * n + i] -= 1;
+    if (add_up_series(A, n, floor, b, out, d, e)) return true;
+    for (int64_t i = 0; i < n; ++i) A[i * n + i] = matrix[i * n + i];
     tridiagonalise(A, n, d, e, beta, w);
     for (int64_t i = 0; i < n; ++i)
         if (!__builtin_isfinite(d[i]) || (i + 1 < n && !__builtin_isfinite(e[i]))) return false;

@@ -73,7 +73,8 @@ struct InOrder {
     }
 };
 
-// (params, states, own, things, addresses, kinds, gradients) → whether all is as it was. `own` has the state of every parameter or None, `things` the parameters and all that is in their states.
+// (params, states, own, things, addresses, kinds, gradients) → the gradients of all that take part; None if anything is
+// not as it was. `own` has the state of every parameter or None, `things` the parameters and all that is in their states.
 PyObject* unchanged(PyObject*, PyObject* args) {
     PyObject *params, *states, *own, *things, *addresses, *kinds, *gradients;
     if (!PyArg_ParseTuple(args, "OOOOOOO", &params, &states, &own, &things, &addresses, &kinds, &gradients))
@@ -82,6 +83,8 @@ PyObject* unchanged(PyObject*, PyObject* args) {
     bool same = count == PyList_Size(own);
     Py_ssize_t thing = 0, member = 0;
     InOrder stored{states};
+    Owned found(PyList_New(PyList_Size(kinds)));
+    if (!found) return nullptr;
     const auto seen = [&](PyObject* object) {
         if (thing >= total || PyList_GetItem(things, thing) != object) return false;
         return same_address(object, PyList_GetItem(addresses, thing++));
@@ -95,13 +98,13 @@ PyObject* unchanged(PyObject*, PyObject* args) {
         }
         same = stored.find(param) == state && seen(param) &&
                same_param(param, PyList_GetItem(kinds, member)) && same_gradient(grad, PyList_GetItem(gradients, member));
-        ++member;
+        if (same) PyList_SetItem(found, member++, Py_NewRef(grad));
         PyObject *key, *value;
         Py_ssize_t place = 0;
         while (same && PyDict_Next(state, &place, &key, &value)) same = seen(value);
     }
     PyErr_Clear();  // a tensor that cannot answer is not the one seen before
-    return PyBool_FromLong(same && thing == total);
+    return Py_NewRef(same && thing == total ? found.object : Py_None);
 }
 
 }  // namespace
