@@ -278,3 +278,18 @@ def test_shards_are_as_far_from_one_process_as_rounding_is():
             assert rms[optimizer, dtype, "one"] == 0
             for kind in ("DDP", "FSDP2"):
                 assert 0 < rms[optimizer, dtype, kind] < 2 * rms[optimizer, dtype, "rounded"]
+
+
+def test_the_overhead_is_measured_per_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    overhead, out = load("benchmarks/overhead.py"), tmp_path / "overhead.json"
+    arguments = ["overhead.py", "--tensors", "20", "--repetitions", "3", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    threads = torch.get_num_threads()
+    try:
+        overhead.main()
+    finally:
+        torch.set_num_threads(threads)
+    record = json.loads(out.read_text())
+    assert [row["optimizer"] for row in record["rows"]] == list(overhead.OPTIMIZERS)
+    assert record["rows"][0]["ratio"]["median"] == 1
+    assert all(0 < row["microseconds_per_tensor"]["median"] < 1000 for row in record["rows"])

@@ -112,6 +112,7 @@ class Plan:
 
     options: tuple[Any, ...]  # what all of it depends on
     plain: list[int] = field(default_factory=list)  # tensors that take AdamW
+    tensors: Tensors | None = None  # these, as lists
     passes: Any = None  # their implementation
     compiled: list[int] = field(default_factory=list)  # matrices that the compiled kernels take
     matrices: Matrices | None = None
@@ -276,7 +277,7 @@ class Anova(BlockMeanOptimizer):
         means = group["means"]
         options = tuple(means) if isinstance(means, list) else means, group["foreach"], group["fused"]
         if work.plan is not None and work.plan.options == options and work.plan.ages_of(work):
-            return work.plan  # type: ignore[no-any-return]
+            return self._again(work, work.plan)
         wanted = wants_native(group["foreach"], group["fused"])
         shared = native.overlapping([(j, param) for j, param in enumerate(work.params)]) if wanted else set()
         plan, begun = Plan(options), set()
@@ -304,8 +305,17 @@ class Anova(BlockMeanOptimizer):
             plan.began = [state["began"].data_ptr() for state in states]
             plan.ages_of(work)
         if plan.plain:
-            plan.passes = choose(self._plain(work, plan), group["foreach"], group["fused"])
+            plan.tensors = self._plain(work, plan)
+            plan.passes = choose(plan.tensors, group["foreach"], group["fused"])
         plan.sums = torch.zeros(1, len(work.params), dtype=torch.float64, device=home_of(work.tensors[0].device))
+        return plan
+
+    @staticmethod
+    def _again(work: Work, plan: Plan) -> Plan:
+        """The plan of the last step with the gradients and step counts of this one."""
+        if plan.tensors is not None:
+            grads, steps = [work.grads[j] for j in plan.plain], [work.steps[j] for j in plan.plain]
+            plan.tensors = plan.tensors._replace(grads=grads, steps=steps)
         return plan
 
     def _kind(self, work: Work, i: int) -> Kind:
@@ -400,7 +410,7 @@ class Anova(BlockMeanOptimizer):
                     shard.products = parts.thin(G, U, Vt.mT)
         work.is_finite = plan.matrices is None or plan.matrices.sums([grads[j] for j in plan.compiled])
         if plan.is_compiled and plan.plain:
-            plan.passes.block_sums(self._rule(work.group), self._plain(work, plan))
+            plan.passes.block_sums(self._rule(work.group), plan.tensors)
             work.is_finite = work.is_finite and plan.passes.is_finite
         if (plan.is_compiled and work.is_finite) or not grads:
             return plan.sums  # nobody needs them: the kernels keep their own
@@ -429,7 +439,8 @@ class Anova(BlockMeanOptimizer):
         group, plan = work.group, work.plan
         self._apply_plain(work, plan)
         if plan.matrices is not None:
-            for place in plan.matrices.apply_([self._numbers(group, *age) for age in plan.ages], group["eps"]):
+            numbers = {age: self._numbers(group, *age) for age in set(plan.ages)}
+            for place in plan.matrices.apply_([numbers[age] for age in plan.ages], group["eps"]):
                 state = work.states[work.indices[plan.compiled[place]]]
                 parts.turn_({name: state[name][None] for name in STATE})
         kinds: dict[Kind, list[int]] = {}
@@ -540,8 +551,9 @@ class Anova(BlockMeanOptimizer):
         for i, state in work.states.items():
             if "units" in state and self._kind(work, i).means == (0, 0):  # the means were switched off
                 _forget(state, work.group)
-        if plan.plain:
-            plan.passes.apply_(self._rule(work.group), self._plain(work, plan), [], [])
+        if plan.tensors is not None:
+            plan.passes.apply_(self._rule(work.group), plan.tensors, [], [])
+            plan.tensors = plan.tensors._replace(grads=[])  # whoever frees gradients frees their memory
 
     def _stack(self, work: Work, kind: Kind, members: list[int]) -> Stack:
         """The state of all matrices of one kind, with room for these members; means that are new have begun."""

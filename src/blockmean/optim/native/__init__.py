@@ -139,7 +139,7 @@ class Table:
     def __init__(self, tensors: Tensors, out: Tensor | None = None) -> None:
         numbers: list[int] = []
         self.counts = [cut.count for cut in tensors.cuts]
-        self.written = [*tensors.params, *tensors.first, *tensors.second]
+        self._params = tensors.params
         first: Sequence[Tensor | None] = tensors.first or [None] * len(tensors.params)
         for param, m, r, cut in zip(tensors.params, first, tensors.second, tensors.cuts, strict=True):
             found = geometry(param.shape, param.stride(), cut)
@@ -201,9 +201,9 @@ class Table:
         return good
 
     def _mark_written(self) -> None:
-        """Tell autograd, so that a stale graph is noticed, as after torch's steps."""
+        """Tell autograd, so that a stale graph is noticed, as after torch's steps. No graph knows the moments."""
         self._grads = []
-        torch.autograd.graph.increment_version(self.written)
+        torch.autograd.graph.increment_version(self._params)
 
     def _rule(self, rule: Rule) -> tuple[int | float, ...]:
         form, betas = rule.form, rule.betas or (0.0, 0.0)

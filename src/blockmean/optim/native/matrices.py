@@ -36,7 +36,7 @@ class Matrices:
             numbers += [param.data_ptr(), *sides, inner, native.DTYPES[param.dtype]]
             numbers += [state[name].data_ptr() for name in STATE]
         self._table = native._kernels.matrices(numbers)
-        self._written = [*params, *(state[name] for state in states for name in STATE)]
+        self._params = params
         self._smallest = [torch.finfo(state["units"].dtype).tiny ** 0.5 for state in states]
         self.squares = torch.zeros(len(params), dtype=torch.float64, device="cpu")
 
@@ -48,8 +48,8 @@ class Matrices:
 
     def apply_(self, steps: Sequence[Step], eps: float) -> list[int]:
         """One step of every matrix. Returns those whose U and V have yet to turn."""
-        different = list(dict.fromkeys(zip(steps, self._smallest, strict=True)))
-        which = [different.index(one) for one in zip(steps, self._smallest, strict=True)]
+        different: dict[tuple[Step, float], int] = {}
+        which = [different.setdefault(one, len(different)) for one in zip(steps, self._smallest, strict=True)]
         numbers: list[tuple[float, ...]] = [
             (
                 step.maximize,
@@ -72,5 +72,5 @@ class Matrices:
         left = native._kernels.anova_apply_(
             self._table, self.squares.data_ptr(), numbers, which, torch.get_num_threads()
         )
-        torch.autograd.graph.increment_version(self._written)
+        torch.autograd.graph.increment_version(self._params)  # so that a stale graph is noticed
         return left
