@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py [--tensors 200] [--out benchmarks/results/overhead.json]
 
-Each optimizer steps in a loop, as often as takes 20 ms, in turn with the others; one thread. `blockmean bench step
+Each optimizer steps in a loop of some 60 ms, in turn with the others; one thread. `blockmean bench step
 --networks 200x1` has the other extreme: single steps between those of others, which find nothing in the cache.
 """
 
@@ -46,7 +46,7 @@ def steps(make: Callable[[list[Tensor]], torch.optim.Optimizer], tensors: int, t
 
 def measure(tensors: int, repetitions: int) -> dict[str, object]:
     use_threads(1)
-    times = max(1, 4000 // tensors)
+    times = max(1, 20_000 // tensors)
     samples = interleaved({name: steps(make, tensors, times) for name, make in OPTIMIZERS.items()}, repetitions)
     beside = ratios(samples, YARDSTICK)
     rows = [
