@@ -168,7 +168,8 @@ def test_the_first_epoch_is_compared_with_the_same_seeds(tmp_path: Path):
 
 def test_the_page_has_the_records_of_the_large_model():
     script = load("benchmarks/large_model.py")
-    table = script.table(script.study("mnist"), ROOT / "results" / "mnist-large")
+    study = script.study("mnist")
+    table = script.table(study, script.records(study, ROOT / "results" / study.name))
     assert "| diag | 0.01 | 650, 1383, 1383 | – | 0.647 | 2 of 3 |" in table
     assert table in (ROOT / "docs" / "results.md").read_text()
 
