@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Two workers on two cores, one thread each: more torch threads would only compete.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-.PHONY: setup test check lint wheel sanitize reproduce docs site clean
+.PHONY: setup test check lint wheel sanitize avx512 reproduce docs site clean
 
 setup: $(READY)
 
@@ -38,6 +38,14 @@ sanitize: $(READY)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH=build/sanitize/src OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -x tests/optim/test_native.py tests/optim/test_native_anova.py \
 		-k 'not fork'
+
+# The AVX-512 kernels on a processor without it, their instructions lane by lane, in a copy of the package.
+avx512: $(READY)
+	rm -rf build/avx512 && mkdir -p build/avx512
+	cp -r src setup.py pyproject.toml README.md LICENSE build/avx512
+	cd build/avx512 && rm -f src/blockmean/optim/native/*.so && BLOCKMEAN_STAND_IN=$(CURDIR)/tests/support/avx512.h $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	PYTHONPATH=build/avx512/src BLOCKMEAN_INSTRUCTIONS=avx512 OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -x tests/optim/test_native.py tests/optim/test_native_anova.py \
+		tests/optim/test_passes.py tests/optim/test_adam.py tests/optim/test_adagrad.py
 
 reproduce: $(READY)
 	$(BIN)/blockmean reproduce

@@ -21,6 +21,8 @@ KERNELS: dict[str, list[str]] = {"kernels.cpp": [], "spectrum.cpp": [], "anova.c
 REST = ["module.cpp", "pool.cpp", "solve.cpp", "watch.cpp"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 X86 = {"plain": [], "avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-mavx2", "-mfma", "-mf16c", *AVX512]}
+if stand_in := os.environ.get("BLOCKMEAN_STAND_IN"):  # a header with the intrinsics of AVX-512, to test without it
+    X86["avx512"] = [*X86["avx2"], "-DVECTOR_BYTES=64", "-include", stand_in]
 VARIANTS = X86 if platform.machine().lower() in ("x86_64", "amd64") else {"plain": []}
 # No -ffast-math: where it reaches the linker, it switches denormal numbers off for the whole process.
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"]
@@ -52,7 +54,7 @@ class BuildKernels(build_ext):
                     macros=[*macros, ("VARIANT", variant)],
                     extra_postargs=flags + own + more,
                 )
-        ext.extra_compile_args = flags
+        ext.extra_compile_args = [*flags, *(["-DSTAND_IN"] if stand_in else [])]
         ext.extra_link_args = ["-pthread", *(["-fsanitize=address,undefined"] if "-g" in flags else [])]
         super().build_extension(ext)
 

@@ -11,12 +11,14 @@
 #include <arm_neon.h>
 #endif
 
+#if !defined(VECTOR_BYTES)
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
 #elif defined(__AVX2__)
 #define VECTOR_BYTES 32
 #else
 #define VECTOR_BYTES 16
+#endif
 #endif
 #define ALWAYS inline __attribute__((always_inline))
 #define INLINE static ALWAYS
@@ -54,7 +56,7 @@ template <class V, class S> INLINE V fill(S x) { return x - V{}; }  // −0 − 
 
 // a b + c, rounded once where the processor can, as torch's own kernels do.
 INLINE Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
-#if defined(__AVX512F__)
+#if VECTOR_BYTES == 64
     return bits<Vec<float>>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
 #elif defined(__FMA__)
     return bits<Vec<float>>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
@@ -65,7 +67,7 @@ INLINE Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
 #endif
 }
 INLINE Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) {
-#if defined(__AVX512F__)
+#if VECTOR_BYTES == 64
     return bits<Vec<double>>(_mm512_fmadd_pd(bits<__m512d>(a), bits<__m512d>(b), bits<__m512d>(c)));
 #elif defined(__FMA__)
     return bits<Vec<double>>(_mm256_fmadd_pd(bits<__m256d>(a), bits<__m256d>(b), bits<__m256d>(c)));
@@ -79,7 +81,7 @@ INLINE Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) {
 // ------------------------------------------------------------------ roots
 
 INLINE Vec<float> root(Vec<float> x) {
-#if defined(__AVX512F__)
+#if VECTOR_BYTES == 64
     return bits<Vec<float>>(_mm512_sqrt_ps(bits<__m512>(x)));
 #elif defined(__AVX2__)
     return bits<Vec<float>>(_mm256_sqrt_ps(bits<__m256>(x)));
@@ -94,7 +96,7 @@ INLINE Vec<float> root(Vec<float> x) {
 }
 
 INLINE Vec<double> root(Vec<double> x) {
-#if defined(__AVX512F__)
+#if VECTOR_BYTES == 64
     return bits<Vec<double>>(_mm512_sqrt_pd(bits<__m512d>(x)));
 #elif defined(__AVX2__)
     return bits<Vec<double>>(_mm256_sqrt_pd(bits<__m256d>(x)));
@@ -113,7 +115,7 @@ INLINE Vec<double> root(Vec<double> x) {
 INLINE Vec<double> twice_inverse_root(Vec<double> x, bool) { return 2.0 / root(x); }
 INLINE Vec<float> twice_inverse_root(Vec<float> x, bool careful) {
     if (careful) return 2.0f / root(x);
-#if defined(__AVX512F__)
+#if VECTOR_BYTES == 64
     Vec<float> y = bits<Vec<float>>(_mm512_rsqrt14_ps(bits<__m512>(x)));
 #elif defined(__AVX2__)
     Vec<float> y = bits<Vec<float>>(_mm256_rsqrt_ps(bits<__m256>(x)));
@@ -150,7 +152,7 @@ INLINE void store(bfloat16* p, Vec<float> x) {
     std::memcpy(p, &out, sizeof(out));
 }
 
-#if !defined(__F16C__) && !defined(__AVX512F__)
+#if !defined(__F16C__)
 INLINE float widen(uint16_t h) {
     uint32_t sign = uint32_t(h & 0x8000u) << 16, rest = h & 0x7fffu, word;
     if (rest >= 0x7c00u) {
@@ -176,7 +178,7 @@ INLINE uint16_t narrow(float x) {
 #endif
 
 INLINE Vec<float> load(const float16* p) {
-#if defined(__AVX512F__)
+#if VECTOR_BYTES == 64
     return bits<Vec<float>>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
 #elif defined(__F16C__)
     return bits<Vec<float>>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
@@ -187,7 +189,7 @@ INLINE Vec<float> load(const float16* p) {
 #endif
 }
 INLINE void store(float16* p, Vec<float> x) {
-#if defined(__AVX512F__)
+#if VECTOR_BYTES == 64
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(bits<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
@@ -216,7 +218,7 @@ template <class T> INLINE void store(T* p, Vec<typename Arithmetic<T>::type> x, 
     store(padded, x);
     for (int i = 0; i < n; ++i) p[i] = padded[i];
 }
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if VECTOR_BYTES == 32
 template <> ALWAYS Vec<float> load(const float* p, int n) {
     return bits<Vec<float>>(_mm256_maskload_ps(p, bits<__m256i>(first_lanes<float>(n))));
 }
@@ -229,7 +231,7 @@ template <> ALWAYS void store(float* p, Vec<float> x, int n) {
 template <> ALWAYS void store(double* p, Vec<double> x, int n) {
     _mm256_maskstore_pd(p, bits<__m256i>(first_lanes<double>(n)), bits<__m256d>(x));
 }
-#elif defined(__AVX512F__)
+#elif VECTOR_BYTES == 64
 template <> ALWAYS Vec<float> load(const float* p, int n) {
     return bits<Vec<float>>(_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p));
 }
@@ -259,7 +261,7 @@ template <> struct Total<double> {
 template <> struct Total<float> {
     Total<double> low, high;
     ALWAYS void add(Vec<float> x) {
-#if defined(__AVX512F__)
+#if VECTOR_BYTES == 64
         __m512 all = bits<__m512>(x);
         low.add(bits<Vec<double>>(_mm512_cvtps_pd(_mm512_castps512_ps256(all))));
         high.add(bits<Vec<double>>(_mm512_cvtps_pd(_mm512_extractf32x8_ps(all, 1))));
