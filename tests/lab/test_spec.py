@@ -35,7 +35,7 @@ SPEC = RunSpec("digits", "small", "AdamBMA", 0.01, seed=3, steps=40, options={"b
 
 @pytest.mark.parametrize("cls", [RunSpec, LaterSpec])
 def test_every_published_record_is_found_under_its_key_and_read(cls: type[RunSpec]):
-    assert len(PUBLISHED) == 199
+    assert len(PUBLISHED) >= 206  # none is lost; studies that are not complete add to them
     for path in PUBLISHED:
         stored = json.loads(path.read_text())["spec"]
         spec = cls(**stored)
@@ -45,12 +45,12 @@ def test_every_published_record_is_found_under_its_key_and_read(cls: type[RunSpe
 
 def test_every_published_record_belongs_to_a_study():
     results = PUBLISHED[0].parents[1]
-    found = [study.findings(results / study.name) for study in studies("paper")]
+    large = runpy.run_path(str(results.parent / "benchmarks" / "large_model.py"))["study"]
+    every = [*studies("paper"), large("mnist"), large("cifar10")]
+    found = [study.findings(results / study.name) for study in every]
     assert not any(one.unusable for one in found)
-    large = runpy.run_path(str(results.parent / "benchmarks" / "large_model.py"))
-    further = large["records"](large["study"]("mnist"), results / "mnist-large").values()
-    records = [record for one in found for record in one.every] + [record for runs in further for record in runs]
-    assert {RunSpec(**record["spec"]).key for record in records} == {path.stem for path in PUBLISHED}
+    keys = {RunSpec(**record["spec"]).key for one in found for record in one.every}
+    assert keys == {path.stem for path in PUBLISHED}
 
 
 def test_a_new_field_changes_the_key_only_away_from_its_default(tmp_path: Path):
