@@ -1,6 +1,8 @@
 """Options, parameters and states that change in the middle of training: right or refused, never silently wrong."""
 
 import copy
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -8,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from blockmean import AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA
-from blockmean.optim import layout
+from blockmean import AdaGradBMA, AdaGradFull, AdamBMA, Anova, NaturalGradientBMA
+from blockmean.optim import layout, native
 from support.optimizers import Net, assert_same, snapshot, train
 
 F64 = torch.float64
@@ -263,3 +265,74 @@ def test_momentum_that_is_switched_off_while_a_parameter_joins():
     optimizer.param_groups[0]["momentum"] = 0.0
     positive_steps(optimizer, [a, b], 2)
     assert a.isfinite().all() and b.isfinite().all()
+
+
+# -------------------------------------------------------------------- what lists that serve again must notice
+
+
+def matrices(count, size=4):
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(size, size, dtype=F64)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("cls", [AdaGradBMA, AdamBMA, Anova])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_step_count_that_is_no_number_is_an_error(cls, bad):
+    (param,) = matrices(1)
+    optimizer = cls([param])
+    positive_steps(optimizer, [param], 50)
+    optimizer.state[param]["step"].fill_(bad)
+    with pytest.raises((ValueError, OverflowError), match="cannot convert float"):
+        positive_steps(optimizer, [param], 1)
+
+
+@pytest.mark.parametrize("cls", [AdaGradBMA, AdamBMA, Anova])
+def test_a_moment_that_has_shrunk_where_it_is_does_not_reach_a_kernel(cls):
+    (param,) = matrices(1)
+    optimizer = cls([param])
+    positive_steps(optimizer, [param], 3)
+    moment = optimizer.state[param][optimizer.entry_state[-1]]
+    address = moment.data_ptr()
+    moment.data = moment.data[:3, :3]
+    assert moment.data_ptr() == address
+    if cls is Anova:  # it starts over, as one that is missing does
+        positive_steps(optimizer, [param], 1)
+        assert optimizer.state[param][optimizer.entry_state[-1]].shape == param.shape
+    else:
+        with pytest.raises((ValueError, RuntimeError)):
+            positive_steps(optimizer, [param], 1)
+
+
+@pytest.mark.parametrize("cls", [AdaGradBMA, AdamBMA, Anova])
+def test_a_parameter_without_a_gradient_that_is_replaced_is_freed(cls):
+    first, second = matrices(2)
+    optimizer = cls([first, second])
+    positive_steps(optimizer, [first], 3)
+    old = weakref.ref(second)
+    optimizer.param_groups[0]["params"][1] = second = matrices(1)[0]
+    positive_steps(optimizer, [first], 1)
+    gc.collect()
+    assert old() is None
+    positive_steps(optimizer, [first, second], 2)
+    assert int(optimizer.state[second]["step"]) == 2
+
+
+@pytest.mark.parametrize("cls", [AdaGradBMA, AdamBMA])
+def test_another_way_to_compute_is_followed_at_once(cls):
+    params = matrices(2)
+    optimizer = cls(params, fused=False)
+    positive_steps(optimizer, params, 2)
+    assert not optimizer._works[0].native
+    optimizer.param_groups[0]["fused"] = None
+    positive_steps(optimizer, params, 2)
+    assert len(optimizer._works[0].native) == (2 if native.is_available() else 0)
+
+
+def test_a_matrix_between_blocks_that_is_not_finite_gives_the_diagonal_step():
+    params = matrices(12, 20)
+    optimizer = AdaGradBMA(params)
+    positive_steps(optimizer, params, 2)
+    optimizer.state[params[0]]["U"][0, 1] = optimizer.state[params[1]]["U"][0, 0] = torch.nan
+    with pytest.warns(UserWarning, match="the diagonal step is taken instead"):
+        positive_steps(optimizer, params, 1)
+    assert optimizer.diagonal_fallbacks == 1 and all(param.isfinite().all() for param in params)

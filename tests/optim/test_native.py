@@ -236,6 +236,15 @@ def test_roots_near_the_identity_and_far_from_it_are_those_of_torch(n, norm, flo
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13 * float(b.abs().max()))
 
 
+@pytest.mark.parametrize("row", [0, 3, 9])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_matrix_that_is_not_finite_is_no_matrix_near_the_identity(row, bad):
+    A, _, b = near_identity(10, 0.1)
+    A[row, 4] = A[4, row] = bad
+    made, out = native._kernels.solver(10, []), torch.zeros_like(b)
+    assert not solver.times_root(made, A.data_ptr(), 10, 0.1, b.data_ptr(), out.data_ptr())
+
+
 @pytest.mark.parametrize("n", [3, 34, 150])
 @pytest.mark.parametrize("norm", [1e-4, 1e-9, 1e-14])
 def test_the_root_of_nearly_the_identity_keeps_its_digits(n, norm):

@@ -306,7 +306,8 @@ class Anova(BlockMeanOptimizer):
             plan.ages_of(work)
         if plan.plain:
             plan.tensors = self._plain(work, plan)
-            plan.passes = choose(plan.tensors, group["foreach"], group["fused"])
+            alone = all(self._can_compile(work, j, j in shared) for j in plan.plain if j in shared)
+            plan.passes = choose(plan.tensors, group["foreach"], group["fused"] if alone else False)
         plan.sums = torch.zeros(1, len(work.params), dtype=torch.float64, device=home_of(work.tensors[0].device))
         return plan
 

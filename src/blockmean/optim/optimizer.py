@@ -63,6 +63,7 @@ class Work:
     places: list[int] = field(default_factory=list)  # of the tensor of each piece, among those in `states`
     counters: list[int] = field(default_factory=list)  # addresses of the step counts, if the kernels can read them
     watch: Watch | None = None  # sees whether the lists can serve again
+    ways: tuple[Any, ...] = ()  # `foreach` and `fused`, which say how tensors are cut into pieces
 
     def serves_again(self, group: dict[str, Any], states: Mapping[Tensor, State]) -> bool:
         """Whether nothing has changed but gradients, steps, and options that the lists do not depend on.
@@ -74,6 +75,7 @@ class Work:
             and group is self.group
             and group.get("partition", self.layout.partition) == self.layout.partition
             and group.get("coupling", self.layout.coupling) == self.layout.coupling
+            and (group.get("foreach"), group.get("fused")) == self.ways
         )
         found = self.watch.gradients(group["params"], states) if same and self.watch is not None else None
         if found is None:
@@ -81,15 +83,12 @@ class Work:
         self.is_finite = None
         counts = native.read_steps(self.counters) if self.counters else [int(s["step"]) for s in self.states.values()]
         self.steps = [counts[place] + 1 for place in self.places]
-        grads = [found[place] for place in self.places]
-        self.grads = (
-            list(grads)
-            if self.is_whole
-            else [
-                grad if piece.rows is None else grad[slice(*piece.rows)]
-                for grad, piece in zip(grads, self.pieces, strict=True)
+        self.grads = [found[place] for place in self.places]
+        if not self.is_whole:
+            self.grads = [
+                found[place] if piece.rows is None else found[place][slice(*piece.rows)]
+                for place, piece in zip(self.places, self.pieces, strict=True)
             ]
-        )
         return True
 
     def gradient(self, i: int) -> Tensor | None:
@@ -390,6 +389,7 @@ class BlockMeanOptimizer(Optimizer):
             if any(grad is None for grad in work.grads) or not Watch.can_see(work.tensors, work.states):
                 return
             work.watch = Watch(work.tensors, work.states)
+            work.ways = work.group.get("foreach"), work.group.get("fused")
             work.is_whole = all(piece.rows is None for piece in work.pieces)
             order = {i: place for place, i in enumerate(work.states)}
             work.places = [order[i] for i in work.indices]

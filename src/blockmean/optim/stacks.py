@@ -60,8 +60,8 @@ class Stack:
         """Whether the state of a tensor still consists of views into these buffers."""
         views = self.views.get(i)
         return views is not None and all(
-            state.get(name) is view and view.data_ptr() == address
-            for name, (view, address) in zip(self.shapes, views, strict=True)
+            state.get(name) is view and view.data_ptr() == address and view.shape == shape
+            for (name, shape), (view, address) in zip(self.shapes.items(), views, strict=True)
         )
 
     def runs(self, steps: Mapping[int, Hashable]) -> Iterator[Run]:

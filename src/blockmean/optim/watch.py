@@ -17,13 +17,21 @@ PLAIN = (Tensor, nn.Parameter)
 class Watch:
     """The tensors behind a step: parameters, their states, and the kinds of their gradients.
 
-    Identity alone does not do: `tensor.data = …` gives a tensor other memory, another shape or other strides.
+    Identity alone does not do: `tensor.data = …` gives a tensor other memory, another shape or other strides. Of a
+    state only its place in memory is compared, and the size of moments: one that is transposed in place goes unnoticed.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], states: Mapping[int, dict[str, Any]]) -> None:
+    def __init__(self, tensors: list[Tensor], states: Mapping[int, dict[str, Any]]) -> None:
+        self._tensors = tensors
         self._own = [states.get(i) for i in range(len(tensors))]
         self._things = [thing for i, state in states.items() for thing in (tensors[i], *state.values())]
-        self._addresses = [thing.data_ptr() for thing in self._things]
+        # Not of `blocks`: nobody computes with it.
+        self._addresses = [None if thing.dtype == torch.int64 else thing.data_ptr() for thing in self._things]
+        self._sizes = [
+            thing.nbytes if thing is not tensors[i] and thing.ndim == tensors[i].ndim else None
+            for i, state in states.items()
+            for thing in (tensors[i], *state.values())
+        ]
         self._kinds = [_kind(tensors[i]) for i in states]
         self._gradients = [_gradient_kind(grad) for i in states if (grad := tensors[i].grad) is not None]
 
@@ -38,7 +46,8 @@ class Watch:
 
         Those of parameters that take part, in order, and of the same kinds as before.
         """
-        seen = (self._own, self._things, self._addresses, self._kinds, self._gradients)
+        about = self._things, self._addresses, self._sizes, self._kinds, self._gradients
+        seen = (self._tensors, self._own, *about)
         if native.is_available():
             return native.unchanged(tensors, states, *seen)
         return unchanged(tensors, states, *seen)
@@ -47,16 +56,18 @@ class Watch:
 def unchanged(
     tensors: list[Tensor],
     states: Mapping[Tensor, dict[str, Any]],
+    seen: list[Tensor],
     own: list[dict[str, Any] | None],
     things: list[Tensor],
-    addresses: list[int],
+    addresses: list[int | None],
+    sizes: list[int | None],
     kinds: list[tuple[Any, ...]],
     gradients: list[tuple[Any, ...]],
 ) -> list[Tensor] | None:
     """What `Watch` asks, in Python; native/watch.cpp asks the same."""
     found: list[Tensor] = []
     own_kinds, grads = [], []
-    if len(tensors) != len(own):
+    if len(tensors) != len(own) or not all(map(is_, tensors, seen)):
         return None
     for param, state in zip(tensors, own, strict=True):
         grad = param.grad
@@ -72,7 +83,8 @@ def unchanged(
     same = (
         len(found) == len(things)
         and all(map(is_, found, things))
-        and [thing.data_ptr() for thing in found] == addresses
+        and all(at is None or thing.data_ptr() == at for thing, at in zip(found, addresses, strict=True))
+        and all(size is None or thing.nbytes == size for thing, size in zip(found, sizes, strict=True))
         and own_kinds == kinds
         and list(map(_gradient_kind, grads)) == gradients
     )
@@ -86,4 +98,4 @@ def _kind(param: Tensor) -> tuple[Any, ...]:
 def _gradient_kind(grad: Tensor) -> tuple[Any, ...]:
     if grad.layout is not torch.strided:  # has no strides
         return type(grad), grad.layout
-    return type(grad), grad.layout, grad.dtype, grad.is_neg(), grad.shape, grad.is_contiguous() or grad.stride()
+    return type(grad), grad.dtype, grad.is_neg(), grad.shape, grad.is_contiguous() or grad.stride()

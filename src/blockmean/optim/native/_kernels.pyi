@@ -50,9 +50,11 @@ def advance(addresses: list[int]) -> None: ...
 def unchanged(
     params: list[Tensor],
     states: Mapping[Tensor, dict[str, Any]],
+    seen: list[Tensor],
     own: list[dict[str, Any] | None],
     things: list[Tensor],
-    addresses: list[int],
+    addresses: list[int | None],
+    sizes: list[int | None],
     kinds: list[tuple[Any, ...]],
     gradients: list[tuple[Any, ...]],
     /,

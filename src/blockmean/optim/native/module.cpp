@@ -554,8 +554,14 @@ PyObject* read_steps(PyObject*, PyObject* list) {
     std::vector<int64_t> at;
     if (!read_ints(list, at)) return nullptr;
     PyObject* steps = PyList_New(Py_ssize_t(at.size()));
-    for (size_t i = 0; steps && i < at.size(); ++i)
-        PyList_SetItem(steps, Py_ssize_t(i), PyLong_FromDouble(*address<float>(at[i])));
+    for (size_t i = 0; steps && i < at.size(); ++i) {
+        PyObject* count = PyLong_FromDouble(*address<float>(at[i]));
+        if (!count) {  // NaN or infinite
+            Py_DECREF(steps);
+            return nullptr;
+        }
+        PyList_SetItem(steps, Py_ssize_t(i), count);
+    }
     return steps;
 }
 

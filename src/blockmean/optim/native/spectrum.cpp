@@ -27,19 +27,20 @@ double dot(const double* a, const double* b, int64_t n) {
     return sum + ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3]));
 }
 
-// The series, if ‖C‖_∞ says that no eigenvalue is below the floor and that 2n terms are enough; they cost less than
-// eigenvalues. What is left out of the sum is below the rounding error of its largest entry.
+// The series, if ‖C‖_∞ says that no eigenvalue is below the floor and that about n terms are enough, which cost no more
+// than eigenvalues. What is left out of the sum is below the rounding error of its largest entry.
 bool add_up_series(const double* C, int64_t n, double floor, const double* b, double* out, double* term, double* next) {
     double norm = 0;
     for (int64_t i = 0; i < n; ++i) {
         double sum = 0;
         for (int64_t j = 0; j < n; ++j) sum += __builtin_fabs(C[i * n + j]);
-        if (!(sum <= norm)) norm = sum;  // NaN as well
+        if (!(sum < 1)) return false;  // NaN as well
+        norm = sum > norm ? sum : norm;
     }
-    if (!(norm < 1 && 1 - norm >= floor)) return false;
+    if (1 - norm < floor) return false;
     int64_t terms = 1;
     for (double power = norm; power > EPSILON; power *= norm)
-        if (++terms > 2 * n) return false;
+        if (++terms > n + 32) return false;
     for (int64_t i = 0; i < n; ++i) term[i] = b[i], out[i] = 0;
     for (int64_t k = 1; k <= terms; ++k) {
         const double factor = -double(2 * k - 1) / double(2 * k);

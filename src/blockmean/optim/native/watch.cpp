@@ -16,10 +16,10 @@ struct Owned {  // a reference that ends with its scope
 };
 
 struct Names {
-    PyObject *grad, *data_ptr, *shape, *layout, *dtype, *is_neg, *is_contiguous, *stride;
+    PyObject *grad, *data_ptr, *nbytes, *shape, *dtype, *is_neg, *is_contiguous, *stride;
     Names()
         : grad(PyUnicode_InternFromString("grad")), data_ptr(PyUnicode_InternFromString("data_ptr")),
-          shape(PyUnicode_InternFromString("shape")), layout(PyUnicode_InternFromString("layout")),
+          nbytes(PyUnicode_InternFromString("nbytes")), shape(PyUnicode_InternFromString("shape")),
           dtype(PyUnicode_InternFromString("dtype")), is_neg(PyUnicode_InternFromString("is_neg")),
           is_contiguous(PyUnicode_InternFromString("is_contiguous")), stride(PyUnicode_InternFromString("stride")) {}
 };
@@ -46,16 +46,18 @@ bool same_param(PyObject* param, PyObject* kind) {  // (shape, strides)
            lies_like(param, PyTuple_GetItem(kind, 1));
 }
 
-bool same_gradient(PyObject* grad, PyObject* kind) {  // (type, layout, dtype, negated, shape, strides)
+// (type, dtype, negated, shape, strides). A sparse gradient is not contiguous, or does not say.
+bool same_gradient(PyObject* grad, PyObject* kind) {
     return reinterpret_cast<PyObject*>(Py_TYPE(grad)) == PyTuple_GetItem(kind, 0) &&
-           Owned(PyObject_GetAttr(grad, names().layout)) == PyTuple_GetItem(kind, 1) &&
-           Owned(PyObject_GetAttr(grad, names().dtype)) == PyTuple_GetItem(kind, 2) &&
-           Owned(call(grad, names().is_neg)) == PyTuple_GetItem(kind, 3) &&
-           equal(Owned(PyObject_GetAttr(grad, names().shape)), PyTuple_GetItem(kind, 4)) &&
-           lies_like(grad, PyTuple_GetItem(kind, 5));
+           Owned(PyObject_GetAttr(grad, names().dtype)) == PyTuple_GetItem(kind, 1) &&
+           Owned(call(grad, names().is_neg)) == PyTuple_GetItem(kind, 2) &&
+           equal(Owned(PyObject_GetAttr(grad, names().shape)), PyTuple_GetItem(kind, 3)) &&
+           lies_like(grad, PyTuple_GetItem(kind, 4));
 }
 
-bool same_address(PyObject* tensor, PyObject* known) { return equal(Owned(call(tensor, names().data_ptr)), known); }
+bool same_number(PyObject* a, PyObject* known) {
+    return a && PyLong_AsUnsignedLongLong(a) == PyLong_AsUnsignedLongLong(known);
+}
 
 // The values of a dict whose keys are asked for in about the order they were stored in. A look-up would call the hash
 // function of torch, which is written in Python and takes longer than all other questions about a tensor.
@@ -73,11 +75,12 @@ struct InOrder {
     }
 };
 
-// (params, states, own, things, addresses, kinds, gradients) → the gradients of all that take part; None if anything is
-// not as it was. `own` has the state of every parameter or None, `things` the parameters and all that is in their states.
+// (params, states, seen, own, things, addresses, sizes, kinds, gradients) → the gradients of all that take part; None if
+// anything is not as it was. `seen` has the parameters, `own` the state of each or None, `things` the parameters that take
+// part and all that is in their states; an address or a size of None is not compared.
 PyObject* unchanged(PyObject*, PyObject* args) {
-    PyObject *params, *states, *own, *things, *addresses, *kinds, *gradients;
-    if (!PyArg_ParseTuple(args, "OOOOOOO", &params, &states, &own, &things, &addresses, &kinds, &gradients))
+    PyObject *params, *states, *all, *own, *things, *addresses, *sizes, *kinds, *gradients;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOO", &params, &states, &all, &own, &things, &addresses, &sizes, &kinds, &gradients))
         return nullptr;
     const Py_ssize_t count = PyList_Size(params), total = PyList_Size(things);
     bool same = count == PyList_Size(own);
@@ -87,10 +90,14 @@ PyObject* unchanged(PyObject*, PyObject* args) {
     if (!found) return nullptr;
     const auto seen = [&](PyObject* object) {
         if (thing >= total || PyList_GetItem(things, thing) != object) return false;
-        return same_address(object, PyList_GetItem(addresses, thing++));
+        PyObject *address = PyList_GetItem(addresses, thing), *size = PyList_GetItem(sizes, thing);
+        ++thing;
+        return (address == Py_None || same_number(Owned(call(object, names().data_ptr)), address)) &&
+               (size == Py_None || same_number(Owned(PyObject_GetAttr(object, names().nbytes)), size));
     };
     for (Py_ssize_t i = 0; same && i < count; ++i) {
         PyObject *param = PyList_GetItem(params, i), *state = PyList_GetItem(own, i);
+        if (!(same = param == PyList_GetItem(all, i))) break;
         Owned grad(PyObject_GetAttr(param, names().grad));
         if (!grad || grad == Py_None || state == Py_None) {
             same = grad == Py_None && state == Py_None;
