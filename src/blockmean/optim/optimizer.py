@@ -70,15 +70,14 @@ class Work:
 
         Then the lists are those of the next step.
         """
-        same = (
-            self.watch is not None
-            and group is self.group
-            and group.get("partition", self.layout.partition) == self.layout.partition
-            and group.get("coupling", self.layout.coupling) == self.layout.coupling
-            and (group.get("foreach"), group.get("fused")) == self.ways
-        )
-        found = self.watch.gradients(group["params"], states) if same and self.watch is not None else None
-        if found is None:
+        if (
+            self.watch is None
+            or group is not self.group
+            or group.get("partition", self.layout.partition) != self.layout.partition
+            or group.get("coupling", self.layout.coupling) != self.layout.coupling
+            or (group.get("foreach"), group.get("fused")) != self.ways
+            or (found := self.watch.gradients(group["params"], states)) is None
+        ):
             return False
         self.is_finite = None
         counts = native.read_steps(self.counters) if self.counters else [int(s["step"]) for s in self.states.values()]

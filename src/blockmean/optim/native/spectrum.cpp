@@ -4,9 +4,9 @@
 //
 //     (I + C)^-½ b − b = Σ_j y_j,   y_0 = b,   y_j = −(2j − 1)/(2j) C y_j−1
 //
-// n² operations for a term, and no digit lost to a difference. Elsewhere A = H T Hᵀ with T tridiagonal, by Householder's reflections; T = Z diag(w) Zᵀ by implicit QL steps, products of
-// rotations. Both are applied to b one by one, and in reverse to f(w) ∘ (H Z)ᵀ b: (4/3) n³ operations in all, where
-// computing Z would take four times as many.
+// n² operations for a term, and no digit lost to a difference. Elsewhere A = H T Hᵀ with T tridiagonal, by Householder's
+// reflections; T = Z diag(w) Zᵀ by implicit QL steps, products of rotations. Both are applied to b one by one, and in
+// reverse to f(w) ∘ (H Z)ᵀ b: (4/3) n³ operations in all, where computing Z would take four times as many.
 //
 // Compiled once for every instruction set. Nothing of the standard library is used: a function of it that is compiled
 // here for one processor could be linked into code for another.
