@@ -269,13 +269,16 @@ def run(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Measure what the record of a network lacks, and write it after every row; yields each row that is new."""
     path = file_of(folder, on, threads)
-    known = Costs.read(path).rows if path.exists() else {}
+    before = Costs.read(path) if path.exists() else None
+    known = before.rows if before else {}
     missing = unmeasured(folder, names, on, threads)
     if not missing:
         return
     model = network(on)
-    about = {"network": on, "threads": threads, "parameters": parameters(model)}
+    about: dict[str, Any] = {"network": on, "threads": threads, "parameters": parameters(model)}
     about |= {"tensors": len(list(model.parameters())), "machine": machine(threads)}
+    if before:  # other work on the machine can only make it look slower
+        about["machine"] = {name: max(rate, before.machine[name]) for name, rate in about["machine"].items()}
     del model
     for name in missing:
         known[name] = measure_alone(name, on, threads, repetitions, longest)
