@@ -50,7 +50,7 @@ def test_the_plain_kernels_pass_the_same_tests(file):
 def flags():
     """How setup.py compiles; it cannot be imported without building."""
     text = (ROOT / "setup.py").read_text()
-    names: dict[str, object] = {"platform": platform, "Path": Path}
+    names: dict[str, object] = {"os": os, "platform": platform, "Path": Path}
     start, end = text.index("HERE ="), text.index("class BuildKernels")
     exec(text[start:end], names)
     return names
