@@ -6,6 +6,7 @@ Part of `make docs`.
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,6 +102,20 @@ def epoch() -> str:
     columns = list(next(iter(rows.values()))[0])
     cells = [[arm, *(f"{median(row[name] for row in found):.1f}" for name in columns)] for arm, found in rows.items()]
     return Table("", ["seconds", *columns], cells).markdown()
+
+
+def large_model() -> str:
+    """What benchmarks/large_model.py shows."""
+    script = runpy.run_path(str(ROOT / "benchmarks" / "large_model.py"))
+    parts = []
+    for dataset, title in (("mnist", "MNIST"), ("cifar10", "CIFAR-10")):
+        study = script["study"](dataset)
+        folder = ROOT / "results" / study.name
+        for seeds, find_records in (("tuning", script["records"]), ("fresh", script["fresh_records"])):
+            found = find_records(study, folder)
+            if any(found.values()):
+                parts += [f"{title}, {seeds} seeds:", script["table"](study, found)]
+    return "\n\n".join(parts)
 
 
 def race() -> list[TaskResult]:
@@ -260,6 +275,7 @@ def pages(found: dict[str, Outcome], raced: Sequence[TaskResult]) -> dict[Path, 
             "fig5": tables(found["fig5"]),
             "table4": tables(found["table4"]),
             "epoch": epoch(),
+            "large": large_model(),
         },
         RACE_PAGE: {"controls": controls(raced), "race": race_tables(raced)},
         FRONT: {"race": race_brief(raced)},
