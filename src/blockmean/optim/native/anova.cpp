@@ -13,6 +13,7 @@ using namespace blockmean;
 
 namespace {
 
+constexpr int LINE = 64;  // bytes of a line of the cache
 constexpr double INERTIA = 1e-3, CLOSEST = 1e-5, NOISE = 0x1p-19;  // as in _linalg.py
 
 // Nothing of the standard library: the linker would keep one copy of it, perhaps that of another instruction set.
@@ -25,12 +26,9 @@ template <class A> void put(A* to, const A* from, int64_t count) {
     if (count) std::memcpy(to, from, sizeof(A) * size_t(count));  // without means there is nothing to point at
 }
 
-// Rows that are processed together: enough for long sums; few enough that their entries stay in the cache, and their
-// pages in the translation buffer.
-int64_t rows_at_a_time(int64_t columns) {
-    const int64_t rows = larger<int64_t>((1 << 14) / columns, smaller(36, (1 << 18) / columns));
-    return larger<int64_t>(rows / TILE_ROWS, 1) * TILE_ROWS;
-}
+constexpr int64_t SMALL = 1 << 14;  // entries; the processor itself brings so few of them in time
+// Rows that are processed together: enough for long sums; few enough that their gradient and their step stay in the cache.
+constexpr int64_t BLOCK = 48, GROUP = SUMS / ACROSS;  // GROUP: those whose moments are in the first-level cache
 
 template <class A> int64_t padded(int64_t k) { return (k + Lanes<A>::W - 1) / Lanes<A>::W * Lanes<A>::W; }
 
@@ -40,17 +38,20 @@ template <class A> struct Scratch {
     size_t size = 0, used = 0;
 
     ~Scratch() { std::free(memory); }
-    void reserve(int64_t entries) {
+    // A vector that lies in two lines of the cache takes twice as long.
+    static size_t rounded(size_t entries) { return (entries * sizeof(A) + LINE - 1) / LINE * LINE / sizeof(A); }
+    void reserve(int64_t entries, int places) {
         used = 0;
-        if (size >= size_t(entries)) return;
+        const size_t all = rounded(size_t(entries)) + size_t(places) * LINE / sizeof(A);
+        if (size >= all) return;
         std::free(memory);
-        size = size_t(entries);
-        memory = static_cast<A*>(std::malloc(size * sizeof(A)));
+        size = all;
+        memory = static_cast<A*>(std::aligned_alloc(LINE, size * sizeof(A)));
         if (!memory) std::abort();  // a thread has no way to raise
     }
     Place<A> take(int64_t rows, int64_t columns) {
         Place<A> place{memory + used, columns};
-        used += size_t(rows * columns);
+        used += rounded(size_t(rows * columns));
         return place;
     }
 };
@@ -71,13 +72,23 @@ template <class A> void copy_out(int64_t rows, int64_t columns, Place<const A> f
 
 // to = fromᵀ of the first columns of `from`, with zeros in the columns of `to` that are left.
 template <class A> void transpose(int64_t rows, int64_t columns, Place<const A> from, Place<A> to) {
-    for (int64_t j = 0; j < columns; ++j) {
-        for (int64_t i = 0; i < rows; ++i) to.data[j * to.row + i] = from.data[i * from.row + j];
-        put(to.data + j * to.row + rows, to.data + (j + 1) * to.row, A(0));
-    }
-}
-template <class A> void transpose(int64_t rows, int64_t columns, const A* from, Place<A> to) {
-    transpose<A>(rows, columns, Place<const A>{from, columns}, to);
+    constexpr int W = Lanes<A>::W;
+    for (int64_t i = 0; i < rows; i += W)
+        for (int64_t j = 0; j < columns; j += W) {
+            const int high = int(smaller(W, rows - i)), wide = int(smaller(W, columns - j));
+            Vec<A> x[W];
+            for (int l = 0; l < W; ++l) {
+                const A* const row = from.data + (i + l) * from.row + j;
+                x[l] = l >= high ? Vec<A>{} : wide == W ? load(row) : load(row, wide);
+            }
+            exchange<A>(x);
+            for (int l = 0; l < wide; ++l) {
+                A* const row = to.data + (j + l) * to.row + i;
+                if (high == W) store(row, x[l]);
+                else store(row, x[l], high);
+            }
+        }
+    for (int64_t j = 0; j < columns; ++j) put(to.data + j * to.row + rows, to.data + (j + 1) * to.row, A(0));
 }
 
 // ------------------------------------------------------------------ orthonormal columns
@@ -113,8 +124,9 @@ bool inverse_factor(int64_t k, Place<double> gram, Place<double> inverse) {
 template <class A>
 void orthonormalize(int64_t n, int64_t k, Place<const A> W, Place<const A> sketch, Place<A> out, Scratch<double>& room) {
     const int64_t p = padded<double>(k);
-    room.reserve((2 * n + 2 * k + 1) * p);
+    room.reserve((3 * n + 2 * k + 1) * p, 6);
     Place<double> Z = room.take(n, p), Q = room.take(n, p), gram = room.take(k, p), inverse = room.take(k, p);
+    const Place<double> Zt = room.take(k, n);
     double* const length = room.take(1, p).data;
     put(length, length + p, 0.0);
     for (int64_t i = 0; i < n; ++i)
@@ -131,14 +143,15 @@ void orthonormalize(int64_t n, int64_t k, Place<const A> W, Place<const A> sketc
     bool good = true;
     double* const empty = length;  // 1 for columns that are zero, which stay zero
     for (int pass = 0; pass < 2 && good; ++pass) {
-        multiply_transposed<double>(k, p, n, Z, Z, {}, gram);
+        multiply<double>(k, p, n, Z, Z, {}, gram);
         for (int64_t j = 0; j < k; ++j) {
             double& diagonal = gram.data[j * p + j];
             if (pass == 0) empty[j] = diagonal == 0;
             diagonal += empty[j];
         }
         good = inverse_factor(k, gram, inverse);
-        if (good) multiply<double>(n, p, k, Z, inverse, {}, Q);
+        transpose<double>(n, k, Z, Zt);
+        if (good) multiply<double>(n, p, k, Zt, inverse, {}, Q);
         const Place<double> old = Z;
         Z = Q, Q = old;
     }
@@ -178,9 +191,10 @@ template <class A> struct Adam {
         out = out > longest ? fill<Vec<A>>(longest) : out;
         return out < -longest ? fill<Vec<A>>(-longest) : out;
     }
-    void step(int64_t rows, int64_t columns, A* m, A* v, Place<const A> x, Place<A> out) const {
+    // The rows of m and v are `row` apart.
+    void step(int64_t rows, int64_t columns, A* m, A* v, int64_t row, Place<const A> x, Place<A> out) const {
         for (int64_t i = 0; i < rows; ++i)
-            step(m + i * columns, v + i * columns, x.data + i * x.row, out.data + i * out.row, columns);
+            step(m + i * row, v + i * row, x.data + i * x.row, out.data + i * out.row, columns);
     }
 };
 
@@ -188,10 +202,12 @@ template <class A> struct Adam {
 template <class P> struct Work {
     typedef typename Arithmetic<P>::type A;
     static constexpr bool converts = sizeof(P) != sizeof(A);
+    static constexpr int W = Lanes<A>::W;
 
     const Matrix& matrix;
     const int64_t O = matrix.units, I = matrix.inputs, k = matrix.unit_means, q = matrix.input_means;
-    const int64_t kp = padded<A>(k), qp = padded<A>(q), height = rows_at_a_time(I);
+    const int64_t kp = padded<A>(k), qp = padded<A>(q), deep = q + k, height = smaller(BLOCK, O);
+    const int64_t panels = (I + PANEL<A> - 1) / PANEL<A>, wide = panels * PANEL<A>;
     const int64_t inner = matrix.inner, channels = I / inner;
     const bool in_place = !converts && inner == 1;  // else the step is put together first, and rounded once
     P* const param = reinterpret_cast<P*>(matrix.param);
@@ -199,76 +215,108 @@ template <class P> struct Work {
 
     A* state(State which) const { return reinterpret_cast<A*>(matrix.state[which]); }
 
-    // Some rows of the gradient, converted and in order.
-    Place<const A> rows(int64_t top, int64_t n, Place<A> room, bool maximize) const {
-        const P* from = grad + top * I;
-        if constexpr (!converts) {
-            if (!maximize && inner == 1) return {from, I};
-        }
-        constexpr int W = Lanes<A>::W;
-        const A sign = maximize ? -1 : 1;
-        if (inner > 1) {
-            for (int64_t i = 0; i < n; ++i)
-                for (int64_t s = 0; s < inner; ++s)
-                    for (int64_t c = 0; c < channels; ++c)
-                        room.data[i * I + c * inner + s] = sign * load(from + i * I + s * channels + c, 1)[0];
-            return room;
-        }
-        int64_t j = 0;
-        for (; j + W <= n * I; j += W) store(room.data + j, sign * load(from + j));
-        if (j < n * I) store(room.data + j, sign * load(from + j, int(n * I - j)), int(n * I - j));
-        return room;
+    int64_t width(int64_t panel) const { return smaller(PANEL<A>, I - panel * PANEL<A>); }
+
+    Panels<A> take_panels(Scratch<A>& scratch, int64_t rows) const { return {scratch.take(rows, wide).data, rows}; }
+
+    // Rows of a matrix with I columns, as they are and multiplied by a sign, from row `first` of the panels on.
+    template <class T> void pack(int64_t n, const T* from, Panels<A> to, int64_t first = 0, A sign = 1) const {
+        for (int64_t i = 0; i < n; ++i, from += I)
+            for (int64_t p = 0; p < panels; ++p) {
+                A* const out = to.at(p, first + i).data;
+                for (int j = 0; j < PANEL<A>; j += W) {
+                    const int64_t rest = width(p) - j;
+                    const T* at = from + p * PANEL<A> + j;
+                    store(out + j, rest >= W ? sign * load(at) : rest > 0 ? sign * load(at, int(rest)) : Vec<A>{});
+                }
+            }
+    }
+    void unpack(int64_t n, Panels<A> from, int64_t first, A* to) const {
+        for (int64_t p = 0; p < panels; ++p)
+            for (int64_t i = 0; i < n; ++i) put(to + i * I + p * PANEL<A>, from.at(p, first + i).data, width(p));
     }
 
+    // Some rows of the gradient, converted and in order.
+    void pack_gradient(int64_t top, int64_t n, Panels<A> to, bool maximize) const {
+        const P* from = grad + top * I;
+        const A sign = maximize ? -1 : 1;
+        if (inner == 1) return pack(n, from, to, 0, sign);
+        for (int64_t i = 0; i < n; ++i, from += I)
+            for (int64_t p = 0; p < panels; ++p) {
+                A* const out = to.at(p, i).data;
+                for (int64_t j = 0; j < PANEL<A>; ++j) {
+                    const int64_t c = (p * PANEL<A> + j) / inner, s = (p * PANEL<A> + j) % inner;
+                    out[j] = j < width(p) ? sign * load(from + s * channels + c, 1)[0] : 0;
+                }
+            }
+    }
+
+    // ‖G‖², in four places at once: a processor fetches memory for a single stream more slowly than it could.
     double square() const {
-        constexpr int W = Lanes<A>::W;
-        const int64_t n = O * I;
-        Total<A> total;
-        int64_t j = 0;
-        for (; j + W <= n; j += W) {
-            const Vec<A> a = load(grad + j);
-            total.add(a * a);
+        constexpr int64_t CHUNK = 16 * W;
+        const int64_t n = O * I, quarter = n / STREAMS / CHUNK * CHUNK;
+        Total<A> totals[STREAMS];
+        for (int64_t at = 0; at < quarter; at += CHUNK)
+            for (int s = 0; s < STREAMS; ++s)
+                for (int64_t j = at; j < at + CHUNK; j += W) {
+                    const Vec<A> a = load(grad + s * quarter + j);
+                    totals[s].add(a * a);
+                }
+        for (int64_t j = STREAMS * quarter; j < n; j += W) {
+            const Vec<A> a = n - j >= W ? load(grad + j) : load(grad + j, int(n - j));
+            totals[0].add(a * a);
         }
-        if (j < n) {
-            const Vec<A> a = load(grad + j, int(n - j));
-            total.add(a * a);
-        }
+        double sum = 0;
+        for (const Total<A>& total : totals) sum += total.sum();
         // In torch's operations the length of a float32 gradient is a float32.
-        const double most = sizeof(A) == sizeof(float) ? double(FLT_MAX) : DBL_MAX, sum = total.sum();
+        const double most = sizeof(A) == sizeof(float) ? double(FLT_MAX) : DBL_MAX;
         return sum > most ? __builtin_inf() : sum;
     }
 
+    // Have a panel of some rows brought near, from entry `at` on, while something else is computed.
+    template <class T> void fetch(const T* matrix, int64_t at, int64_t rows) const {
+        if (O * I <= SMALL) return;
+        for (const int64_t end = smaller(at + rows * I, O * I); at < end; at += I)
+            for (int64_t j = 0; j < PANEL<A>; j += LINE / sizeof(T)) __builtin_prefetch(matrix + at + j, 0, 2);
+    }
+
     void apply(const Step& step, Scratch<A>& scratch) const {
-        const int64_t kept = in_place ? smaller(height, O) : O;  // rows of E
-        const int64_t deep = q + k;
-        scratch.reserve((height + kept + deep) * I + O * (deep + 2 * (kp + qp)) + I * (kp + qp) + 2 * k * (I + qp));
-        const Place<A> room = scratch.take(height, I), E = scratch.take(kept, I);
-        const Place<A> U = scratch.take(O, kp), GGU = scratch.take(O, kp), R = scratch.take(O, qp);
-        const Place<A> V = scratch.take(I, qp), GU = scratch.take(I, kp), L_step = scratch.take(k, I);
-        const Place<A> GV = scratch.take(O, qp), UG = scratch.take(k, I);
-        const Place<A> K = scratch.take(k, qp), K_step = scratch.take(k, qp);
-        // G without its remainder is left · right; so is the step.
-        const Place<A> left = scratch.take(deep, O), right = scratch.take(deep, I);
-        const Place<const A> Vt{state(INPUTS), I};
-        A *const unit_sketch = state(UNITS_SKETCH), *const input_sketch = state(INPUTS_SKETCH);
+        const int64_t kept = in_place ? height : O;  // rows of E
+        scratch.reserve((height + kept + 2 * deep + k) * wide + height * PANEL<A> + O * (deep + 2 * (kp + qp)) +
+                            I * (kp + qp) + 2 * k * qp + q * kp, 18);
+        const Panels<A> G = take_panels(scratch, height), E = take_panels(scratch, kept), L_step = take_panels(scratch, k);
+        // G without its remainder is leftᵀ · right; so is the step.
+        const Panels<A> UG = take_panels(scratch, k), GGV = take_panels(scratch, q), right = take_panels(scratch, deep);
+        A* const left = scratch.take(deep, O).data;
+        const Place<A> U = scratch.take(O, kp), GGU = scratch.take(O, kp), GV = scratch.take(O, qp), R = scratch.take(O, qp);
+        const Place<A> V = scratch.take(I, qp), GU = scratch.take(I, kp);
+        const Place<A> K = scratch.take(k, qp), K_step = scratch.take(k, qp), Kt = scratch.take(q, kp);
+        const Place<A> part = scratch.take(height, PANEL<A>);
+        const A *const Vt = state(INPUTS), forget = A(step.forget), learn = A(1 - step.forget), rate = A(step.rate), decay = A(step.decay);
         copy(O, k, state(UNITS), U);
-        transpose(q, I, Vt.data, V);
-        const A forget = A(step.forget), learn = A(1 - step.forget), rate = A(step.rate), decay = A(step.decay);
-        for (int64_t j = 0; j < q * I; ++j) input_sketch[j] *= forget;
+        transpose<A>(q, I, {Vt, I}, V);
+        pack(q, Vt, right);
         for (int64_t top = 0; top < O; top += height) {
             const int64_t n = smaller(height, O - top);
-            const Place<const A> G = rows(top, n, room, step.maximize);
-            multiply<A>(n, qp, I, G, V, {}, GV.at(top));
-            multiply_transposed<A>(k, I, n, U.at(top), G, top ? Place<const A>(UG) : Place<const A>{}, UG);
-            multiply_transposed<A>(q, I, n, GV.at(top), G, {input_sketch, I}, {input_sketch, I}, learn);
+            const Panels<A> g{G.data, n};
+            pack_gradient(top, n, g, step.maximize);
+            multiply<A>(n, qp, I, g, 0, V, {}, GV.at(top));
+            for (int64_t p = 0; p < panels; ++p) {
+                add(k, n, p, U.at(top), g, top ? 1 : 0, UG);
+                add(q, n, p, GV.at(top), g, top ? 1 : 0, GGV);
+            }
         }
-        pair_up(GV, U, left);
+        A* const input_sketch = state(INPUTS_SKETCH);
+        for (int64_t p = 0; p < panels; ++p)
+            for (int64_t i = 0; i < q; ++i)
+                blend(input_sketch + i * I + p * PANEL<A>, GGV.at(p, i).data, width(p), forget, learn);
+        pair_up(GV, U, left, deep);
 
         // K, R and L, and the steps of their Adams.
-        multiply_transposed<A>(k, qp, O, U, GV, {}, K);
-        multiply<A>(O, qp, k, U, K, GV, R, -1);
-        multiply<A>(k, I, q, K, Vt, UG, L_step, -1);
-        stack_up(Vt.data, L_step.data, right);
+        multiply<A>(q, kp, O, GV, U, {}, Kt);
+        transpose<A>(q, k, Kt, K);
+        on_units(left, deep, q, k, K, GV, R, -1);
+        for (int64_t p = 0; p < panels; ++p) multiply<A>(k, vectors(p), q, Kt, right.at(p), UG.at(p), right.at(p, q), -1);
         put(K_step.data, K_step.data + k * qp, A(0));
         const double length = __builtin_sqrt(matrix.square) * step.noise;
         const double units = __builtin_sqrt(double(O)), inputs = __builtin_sqrt(double(I));
@@ -279,59 +327,85 @@ template <class P> struct Work {
             const double floor = larger(length / size + step.eps, step.smallest);
             return Adam<A>{A(1 - step.beta1), A(decay), A(1 - decay), A(unbias), A(floor), A(longest)};
         };
-        adam(1, false).step(k, q, state(GRAND_AVG), state(GRAND_SQ), K, K_step);
-        adam(units, false).step(O, q, state(UNIT_AVG), state(UNIT_SQ), R, R);
-        adam(inputs, false).step(k, I, state(INPUT_AVG), state(INPUT_SQ), L_step, L_step);
+        adam(1, false).step(k, q, state(GRAND_AVG), state(GRAND_SQ), q, K, K_step);
+        adam(units, false).step(O, q, state(UNIT_AVG), state(UNIT_SQ), q, R, R);
+        for (int64_t p = 0; p < panels; ++p) {
+            put(L_step.at(p).data, right.at(p, q).data, k * PANEL<A>);
+            A *const m = state(INPUT_AVG) + p * PANEL<A>, *const v = state(INPUT_SQ) + p * PANEL<A>;
+            adam(inputs, false).step(k, width(p), m, v, I, right.at(p, q), L_step.at(p));
+        }
         const Adam<A> remainder = adam(units * inputs, true);
-        multiply<A>(k, qp, I, L_step, V, K_step, K_step, -1);
-        transpose(k, I, UG.data, GU);
+        multiply<A>(k, qp, I, L_step, 0, V, K_step, K_step, -1);
+        for (int64_t p = 0; p < panels; ++p) transpose<A>(k, width(p), UG.at(p), GU.at(p * PANEL<A>));
 
         for (int64_t top = 0; top < O; top += height) {
             const int64_t n = smaller(height, O - top);
-            const Place<const A> G = rows(top, n, room, step.maximize);
-            const Place<A> e = in_place ? E : E.at(top);
-            add(top, n, left, right, G, e, -1);
-            remainder.step(state(MEAN) + top * I, state(SQUARE) + top * I, e.data, e.data, n * I);
-            // R', L' and K' minus what E' has of them.
-            multiply<A>(n, qp, I, e, V, R.at(top), R.at(top), -1);
-            multiply_transposed<A>(k, I, n, U.at(top), e, L_step, L_step, -1);
-            multiply<A>(n, kp, I, G, GU, {}, GGU.at(top), learn);
-            if (in_place) move(param + top * I, e.data, n * I, rate, decay);
-        }
-        for (int64_t i = 0; i < O; ++i)
-            for (int64_t j = 0; j < k; ++j) unit_sketch[i * k + j] = forget * unit_sketch[i * k + j] + GGU.data[i * kp + j];
-        multiply_transposed<A>(k, qp, O, U, R, K_step, K_step, -1);
-        multiply<A>(O, qp, k, U, K_step, R, R);
-        pair_up(R, U, left);
-        stack_up(Vt.data, L_step.data, right);
-        for (int64_t top = 0; top < O; top += height) {
-            const int64_t n = smaller(height, O - top);
-            const Place<A> out = in_place ? Place<A>{reinterpret_cast<A*>(param) + top * I, I} : E.at(top);
-            add(top, n, left, right, out, out, in_place ? -rate : 1);
-            if (in_place) continue;
-            if (inner == 1) move(param + top * I, out.data, n * I, rate, decay);
-            else move_channels_last(param + top * I, out, n, rate, decay);
-        }
-    }
-
-    // θ ← decay · θ − rate · δ, rounded once.
-    static void move(P* theta, const A* delta, int64_t n, A rate, A decay) {
-        constexpr int W = Lanes<A>::W;
-        int64_t j = 0;
-        for (; j + W <= n; j += W) store(theta + j, decay * load(theta + j) - rate * load(delta + j));
-        if (j < n) {
-            const int rest = int(n - j);
-            store(theta + j, decay * load(theta + j, rest) - rate * load(delta + j, rest), rest);
-        }
-    }
-
-    void move_channels_last(P* theta, Place<const A> delta, int64_t n, A rate, A decay) const {
-        for (int64_t i = 0; i < n; ++i)
-            for (int64_t s = 0; s < inner; ++s)
-                for (int64_t c = 0; c < channels; ++c) {
-                    P* at = theta + i * I + s * channels + c;
-                    store(at, decay * load(at, 1) - rate * load(delta.data + i * I + c * inner + s, 1), 1);
+            const Panels<A> g{G.data, n}, e{in_place ? E.data : E.data + top * wide, n};
+            pack_gradient(top, n, g, step.maximize);
+            for (int64_t i = 0; i < n; i += GROUP) {
+                const int64_t rows = smaller(GROUP, n - i);
+                const Place<const A> own = block(left, top, deep).at(0, i);
+                for (int64_t p = 0; p < panels; ++p) {
+                    const int64_t at = (top + i) * I + p * PANEL<A>;
+                    const int64_t ahead = p + 1 < panels ? at + PANEL<A> : at + rows * I - p * PANEL<A>;
+                    fetch(state(MEAN), ahead, rows);
+                    fetch(state(SQUARE), ahead, rows);
+                    if (in_place) fetch(param, ahead, rows);
+                    multiply<A>(rows, vectors(p), deep, own, right.at(p), g.at(p, i), e.at(p, i), -1);
+                    remainder.step(rows, width(p), state(MEAN) + at, state(SQUARE) + at, I, e.at(p, i), e.at(p, i));
+                    if (in_place) move(at, rows, width(p), e.at(p, i), rate, decay);
                 }
+            }
+            // R', L' and K' minus what E' has of them.
+            for (int64_t p = 0; p < panels; ++p) multiply<A>(k, vectors(p), n, U.at(top), e.at(p), L_step.at(p), L_step.at(p), -1);
+            multiply<A>(n, qp, I, e, 0, V, R.at(top), R.at(top), -1);
+            multiply<A>(n, kp, I, g, 0, GU, {}, GGU.at(top));
+        }
+        for (int64_t i = 0; i < O; ++i) blend(state(UNITS_SKETCH) + i * k, GGU.data + i * kp, k, forget, learn);
+        multiply<A>(k, qp, O, U, R, K_step, K_step, -1);
+        on_units(left, deep, q, k, K_step, R, R, 1);
+        pair_up(R, U, left, deep);
+        for (int64_t p = 0; p < panels; ++p) put(right.at(p, q).data, L_step.at(p).data, k * PANEL<A>);
+        for (int64_t top = 0; top < O; top += height) {
+            const int64_t n = smaller(height, O - top);
+            const Panels<A> e{in_place ? E.data : E.data + top * wide, n};
+            for (int64_t p = 0; p < panels; ++p) {
+                const int64_t at = top * I + p * PANEL<A>;
+                const Place<A> out = in_place ? part : e.at(p);
+                fetch(param, at, n);
+                multiply<A>(n, vectors(p), deep, block(left, top, deep), right.at(p), in_place ? Place<A>{} : out, out);
+                if (inner == 1) move(at, n, width(p), out, rate, in_place ? A(1) : decay);
+            }
+            if (inner > 1) move_channels_last(top, n, e, rate, decay);
+        }
+    }
+
+    // to ← forget · to + learn · from
+    static void blend(A* to, const A* from, int64_t n, A forget, A learn) {
+        for (int64_t j = 0; j < n; ++j) to[j] = forget * to[j] + learn * from[j];
+    }
+
+    // θ ← decay · θ − rate · δ, rounded once; some rows from entry `at` on.
+    void move(int64_t at, int64_t rows, int64_t columns, Place<const A> delta, A rate, A decay) const {
+        for (int64_t i = 0; i < rows; ++i) {
+            P* const theta = param + at + i * I;
+            const A* const d = delta.data + i * delta.row;
+            int64_t j = 0;
+            for (; j + W <= columns; j += W) store(theta + j, decay * load(theta + j) - rate * load(d + j));
+            if (j < columns) {
+                const int rest = int(columns - j);
+                store(theta + j, decay * load(theta + j, rest) - rate * load(d + j, rest), rest);
+            }
+        }
+    }
+
+    void move_channels_last(int64_t top, int64_t n, Panels<A> delta, A rate, A decay) const {
+        for (int64_t i = 0; i < n; ++i)
+            for (int64_t j = 0; j < I; ++j) {
+                P* const at = param + (top + i) * I + j % inner * channels + j / inner;
+                const A* const d = delta.at(j / PANEL<A>, i).data + j % PANEL<A>;
+                store(at, decay * load(at, 1) - rate * load(d, 1), 1);
+            }
     }
 
     static bool has_empty_column(int64_t rows, int64_t columns, const A* x, int64_t by_row, int64_t by_column) {
@@ -343,95 +417,122 @@ template <class P> struct Work {
         return false;
     }
 
-    bool turn(Scratch<A>& scratch, Scratch<double>& wide) const {
-        A *const m = state(MEAN), *const K_avg = state(GRAND_AVG), *const R_avg = state(UNIT_AVG), *const L_avg = state(INPUT_AVG);
-        A *const K_sq = state(GRAND_SQ), *const R_sq = state(UNIT_SQ), *const L_sq = state(INPUT_SQ);
-        A* const Vt = state(INPUTS);
+    bool turn(Scratch<A>& scratch, Scratch<double>& broad) const {
+        A *const m = state(MEAN), *const Vt = state(INPUTS);
         if (has_empty_column(O, k, state(UNITS), k, 1) || has_empty_column(I, q, Vt, 1, I)) return false;
-        scratch.reserve(O * (3 * kp + 2 * qp) + 3 * I * qp + 2 * k * (I + qp) + k * kp + q * qp + (q + k) * (O + I));
+        scratch.reserve((height + k + 2 * deep) * wide + O * (2 * deep + 3 * kp + 2 * qp) + 3 * I * qp + height * PANEL<A> +
+                            2 * k * qp + 2 * q * kp + deep * (kp + qp) + q * qp + k * kp, 20);
+        // m is leftᵀ · right + E before and after: the rows from `deep` on are those of the new U and V, with a minus.
+        const Panels<A> E = take_panels(scratch, height), Um = take_panels(scratch, k), right = take_panels(scratch, 2 * deep);
+        A* const left = scratch.take(2 * deep, O).data;
+        const int64_t rows = 2 * deep;
         const Place<A> U = scratch.take(O, kp), new_U = scratch.take(O, kp), unit_sketch = scratch.take(O, kp);
-        const Place<A> mV = scratch.take(O, qp), R = scratch.take(O, qp);
-        const Place<A> left = scratch.take(q + k, O), right = scratch.take(q + k, I);
+        const Place<A> mV = scratch.take(O, qp), R = scratch.take(O, qp), part = scratch.take(height, PANEL<A>);
         const Place<A> V = scratch.take(I, qp), new_V = scratch.take(I, qp), input_sketch = scratch.take(I, qp);
-        const Place<A> Um = scratch.take(k, I), L = scratch.take(k, I), K = scratch.take(k, qp), small = scratch.take(k, qp);
-        const Place<A> by_U = scratch.take(k, kp), by_V = scratch.take(q, qp);
+        const Place<A> K = scratch.take(k, qp), small = scratch.take(k, qp), Kt = scratch.take(q, kp);
+        const Place<A> on_V = scratch.take(deep, qp), on_U = scratch.take(deep, kp);  // what E lacks of m V and of mᵀ U
+        const Place<A> by_V = scratch.take(q, qp), by_U = scratch.take(k, kp);
         copy(O, k, state(UNITS), U);
         copy(O, k, state(UNITS_SKETCH), unit_sketch);
-        transpose(q, I, Vt, V);
-        transpose(q, I, state(INPUTS_SKETCH), input_sketch);
+        transpose<A>(q, I, {Vt, I}, V);
+        transpose<A>(q, I, {state(INPUTS_SKETCH), I}, input_sketch);
+        orthonormalize<A>(O, k, U, unit_sketch, new_U, broad);
+        orthonormalize<A>(I, q, V, input_sketch, new_V, broad);
+        multiply<A>(q, qp, I, V, new_V, {}, by_V);
+        multiply<A>(k, kp, O, U, new_U, {}, by_U);
+        pack(q, Vt, right);
+        pack(k, state(INPUT_AVG), right, q);
+        transpose<A>(I, q, new_V, {Vt, I});
+        pack(q, Vt, right, deep);
 
-        // Put m together: U K Vᵀ + R Vᵀ + U L + E.
-        copy(k, q, K_avg, K);
-        copy(O, q, R_avg, R);
-        multiply<A>(O, qp, k, U, K, R, R);
-        pair_up(R, U, left);
-        stack_up(Vt, L_avg, right);
-        add(m, left, right, 1);
-        orthonormalize<A>(O, k, U, unit_sketch, new_U, wide);
-        orthonormalize<A>(I, q, V, input_sketch, new_V, wide);
+        // m without E is (R + U K) Vᵀ + U L.
+        copy(k, q, state(GRAND_AVG), K);
+        copy(O, q, state(UNIT_AVG), R);
+        pair_up(R, U, left, rows);
+        on_units(left, rows, q, k, K, R, R, 1);
+        pair_up(R, U, left, rows);
+        put(on_V.data, by_V.data, q * qp);
+        multiply<A>(k, qp, I, Panels<A>{right.data, right.rows}, q, new_V, {}, on_V.at(q));
+        multiply<A>(q, kp, O, R, new_U, {}, on_U);
+        put(on_U.at(q).data, by_U.data, k * kp);
 
         // Squares follow the rotation.
-        multiply_transposed<A>(k, kp, O, U, new_U, {}, by_U);
-        multiply_transposed<A>(q, qp, I, V, new_V, {}, by_V);
         for (int64_t j = 0; j < k * kp; ++j) by_U.data[j] *= by_U.data[j];
         for (int64_t j = 0; j < q * qp; ++j) by_V.data[j] *= by_V.data[j];
-        copy(k, q, K_sq, small);
-        multiply_transposed<A>(k, qp, k, by_U, small, {}, K);
-        multiply<A>(k, q, q, K, by_V, {}, {K_sq, q});
-        copy(O, q, R_sq, R);
-        multiply<A>(O, q, q, R, by_V, {}, {R_sq, q});
-        copy(k, I, L_sq, L);
-        multiply_transposed<A>(k, I, k, by_U, L, {}, {L_sq, I});
+        copy(k, q, state(GRAND_SQ), small);
+        multiply<A>(q, kp, k, small, by_U, {}, Kt);
+        multiply<A>(k, qp, q, Kt, by_V, {}, K);
+        copy_out<A>(k, q, K, state(GRAND_SQ));
+        pair_up({state(UNIT_SQ), q}, new_U, left, rows, deep);
+        on_units(left, rows, deep, q, by_V, {}, R, 1);
+        copy_out<A>(O, q, R, state(UNIT_SQ));
+        pack(k, state(INPUT_SQ), Um);
+        for (int64_t p = 0; p < panels; ++p) multiply<A>(k, vectors(p), k, by_U, Um.at(p), {}, right.at(p, deep + q));
+        unpack(k, right, deep + q, state(INPUT_SQ));
 
         // The sketches keep what lies in the new spaces.
-        multiply_transposed<A>(k, kp, O, new_U, unit_sketch, {}, by_U);
-        multiply<A>(O, k, k, new_U, by_U, {}, {state(UNITS_SKETCH), k});
-        multiply_transposed<A>(q, qp, I, new_V, input_sketch, {}, by_V);
-        multiply<A>(I, qp, q, new_V, by_V, {}, input_sketch);
-        for (int64_t j = 0; j < q; ++j)
-            for (int64_t i = 0; i < I; ++i) {
-                state(INPUTS_SKETCH)[j * I + i] = input_sketch.data[i * qp + j];
-                Vt[j * I + i] = new_V.data[i * qp + j];
-            }
+        multiply<A>(k, kp, O, new_U, unit_sketch, {}, by_U);
+        on_units(left, rows, deep + q, k, by_U, {}, unit_sketch, 1);
+        copy_out<A>(O, k, unit_sketch, state(UNITS_SKETCH));
+        multiply<A>(q, qp, I, new_V, input_sketch, {}, by_V);
+        multiply<A>(I, qp, q, {Vt, I}, by_V, {}, input_sketch);
+        transpose<A>(I, q, input_sketch, {state(INPUTS_SKETCH), I});
         copy_out<A>(O, k, new_U, state(UNITS));
 
         // Split m with the new U and V.
         for (int64_t top = 0; top < O; top += height) {
             const int64_t n = smaller(height, O - top);
-            const Place<const A> part{m + top * I, I};
-            multiply<A>(n, qp, I, part, new_V, {}, mV.at(top));
-            multiply_transposed<A>(k, I, n, new_U.at(top), part, top ? Place<const A>(Um) : Place<const A>{}, Um);
+            const Panels<A> e{E.data, n};
+            pack(n, m + top * I, e);
+            multiply<A>(n, qp, I, e, 0, new_V, {}, mV.at(top));
+            for (int64_t p = 0; p < panels; ++p) add(k, n, p, new_U.at(top), e, top ? 1 : 0, Um);
         }
-        multiply_transposed<A>(k, qp, O, new_U, mV, {}, K);
-        multiply<A>(O, qp, k, new_U, K, mV, R, -1);
-        multiply<A>(k, I, q, K, {Vt, I}, Um, {L_avg, I}, -1);
-        copy_out<A>(k, q, K, K_avg);
-        copy_out<A>(O, q, R, R_avg);
-        pair_up(mV, new_U, left);
-        stack_up(Vt, L_avg, right);
-        add(m, left, right, -1);
+        on_units(left, rows, 0, deep, on_V, mV, mV, 1);
+        for (int64_t p = 0; p < panels; ++p) multiply<A>(k, vectors(p), deep, on_U, right.at(p), Um.at(p), Um.at(p));
+        multiply<A>(q, kp, O, mV, new_U, {}, Kt);
+        transpose<A>(q, k, Kt, K);
+        on_units(left, rows, deep + q, k, K, mV, R, -1);
+        for (int64_t p = 0; p < panels; ++p)
+            multiply<A>(k, vectors(p), q, Kt, right.at(p, deep), Um.at(p), right.at(p, deep + q), -1);
+        copy_out<A>(k, q, K, state(GRAND_AVG));
+        copy_out<A>(O, q, R, state(UNIT_AVG));
+        unpack(k, right, deep + q, state(INPUT_AVG));
+        for (int64_t j = 0; j < O * qp; ++j) mV.data[j] = -mV.data[j];
+        for (int64_t j = 0; j < O * kp; ++j) new_U.data[j] = -new_U.data[j];
+        pair_up(mV, new_U, left, rows, deep);
+        for (int64_t top = 0; top < O; top += height) {
+            const int64_t n = smaller(height, O - top);
+            for (int64_t p = 0; p < panels; ++p) {
+                fetch(m, top * I + p * PANEL<A>, n);
+                multiply<A>(n, vectors(p), rows, block(left, top, rows), right.at(p), {}, part);
+                for (int64_t i = 0; i < n; ++i) blend(m + (top + i) * I + p * PANEL<A>, part.at(i).data, width(p), 1, 1);
+            }
+        }
         return true;
     }
 
-    // (unit means, U)ᵀ and Vᵀ over L: their product is a matrix but for its remainder.
-    void pair_up(Place<const A> unit_means, Place<const A> U, Place<A> left) const {
-        transpose<A>(O, q, unit_means, left);
-        transpose<A>(O, k, U, left.at(q));
+    // (unit means, U)ᵀ, block by block: the units that are processed together lie together.
+    void pair_up(Place<const A> unit_means, Place<const A> U, A* left, int64_t rows, int64_t first = 0) const {
+        for (int64_t top = 0; top < O; top += height) {
+            const int64_t n = smaller(height, O - top);
+            transpose<A>(n, q, unit_means.at(top), block(left, top, rows).at(first));
+            transpose<A>(n, k, U.at(top), block(left, top, rows).at(first + q));
+        }
     }
-    void stack_up(const A* Vt, const A* L, Place<A> right) const {
-        put(right.data, Vt, q * I);
-        put(right.at(q).data, L, k * I);
+    Place<A> block(A* left, int64_t top, int64_t rows) const { return {left + top * rows, smaller(height, O - top)}; }
+
+    // C = from + alpha Lᵀ B, with some rows of what `pair_up` has made.
+    void on_units(A* left, int64_t rows, int64_t first, int64_t K, Place<const A> B, Place<const A> from, Place<A> C, A alpha) const {
+        for (int64_t top = 0; top < O; top += height)
+            multiply<A>(smaller(height, O - top), B.row, K, block(left, top, rows).at(first), B, from.at(top), C.at(top), alpha);
     }
 
-    // to = from + alpha left · right, for some rows.
-    void add(int64_t top, int64_t n, Place<const A> left, Place<const A> right, Place<const A> from, Place<A> to, A alpha) const {
-        multiply_transposed<A>(n, I, q + k, left.at(0, top), right, from, to, alpha);
-    }
-    void add(A* m, Place<const A> left, Place<const A> right, A alpha) const {
-        for (int64_t top = 0; top < O; top += height) {
-            const Place<A> part{m + top * I, I};
-            add(top, smaller(height, O - top), left, right, part, part, alpha);
-        }
+    // A panel, up to the vector that has its last column.
+    int64_t vectors(int64_t panel) const { return padded<A>(width(panel)); }
+
+    // A panel of `to` += weightsᵀ rows; = without a factor.
+    void add(int64_t means, int64_t n, int64_t p, Place<const A> weights, Panels<A> rows, bool more, Panels<A> to) const {
+        multiply<A>(means, vectors(p), n, weights, rows.at(p), more ? to.at(p) : Place<A>{}, to.at(p));
     }
 };
 

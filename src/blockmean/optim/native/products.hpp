@@ -1,13 +1,17 @@
-// Products of a matrix with a few columns or rows, blocked for vector registers.
+// Products of matrices one side of which is short, blocked for vector registers.
 #pragma once
 
 #include "vector.hpp"
 
 namespace {
 
-constexpr int TILE_ROWS = VECTOR_BYTES == 64 ? 12 : 6;  // times two vectors: the sums that the registers hold
+constexpr int SUMS = VECTOR_BYTES == 64 ? 24 : 12;  // vectors of sums that the registers hold, operands not counted
+constexpr int ACROSS = 3;                           // most vectors of a tile side by side
+constexpr int most_rows(int vectors) { return vectors * 12 < SUMS ? 12 : SUMS / vectors; }  // of a tile
+template <class A> constexpr int PANEL = ACROSS * Lanes<A>::W;
 
-// A matrix in memory: entry (i, j) is at data[i * row + j]. Nothing at all stands for zeros.
+// A matrix in memory: entry (i, j) is at data[i * row + j]. Nothing at all stands for zeros. Rows that a product reads
+// or writes by whole vectors have room for them.
 template <class A> struct Place {
     A* data = nullptr;
     int64_t row = 0;
@@ -15,90 +19,87 @@ template <class A> struct Place {
     operator Place<const A>() const { return {data, row}; }
 };
 
-// C = from + alpha A B for a tile of `rows` × `vectors`, of whose last vector only `last` lanes exist (0: all of them).
-template <class A, int rows, int vectors, bool cut>
-INLINE void tile(int64_t K, const A* left, int64_t by_row, int64_t by_column, Place<const A> B, Place<const A> from,
-                 Place<A> C, A alpha, int last) {
+// A matrix in panels of so many columns, one after the other: whatever its width, a panel is one run of memory, its
+// rows a constant distance apart. What the last panel has too many is zero.
+template <class A> struct Panels {
+    A* data;
+    int64_t rows;
+    Place<A> at(int64_t panel, int64_t row = 0) const { return {data + (panel * rows + row) * PANEL<A>, PANEL<A>}; }
+};
+
+// C = from + alpha L B for a tile of `rows` × `vectors`. L is transposed, its K rows `by` apart; or, IN_PANELS, it is a
+// matrix in panels that are `by` apart.
+template <class A, int rows, int vectors, bool IN_PANELS>
+void tile(int64_t K, const A* left, int64_t by, Place<const A> B, Place<const A> from, Place<A> C, A alpha) {
     constexpr int W = Lanes<A>::W;
     Vec<A> sum[rows][vectors] = {};
-    const auto add = [&](const A* b, const A* const* l, int64_t at) __attribute__((always_inline)) {
-        Vec<A> right[vectors];
-        for (int v = 0; v < vectors; ++v) right[v] = cut && v == vectors - 1 ? load(b + v * W, last) : load(b + v * W);
-        for (int m = 0; m < rows; ++m)
-            for (int v = 0; v < vectors; ++v) sum[m][v] += l[m][at] * right[v];
-    };
-    const A* l[rows];
-    for (int m = 0; m < rows; ++m) l[m] = left + m * by_row;
-    int64_t k = 0;
     const A* b = B.data;
-    if (by_column == 1)  // rows far apart: with four entries of each at a time it takes two thirds of the time
-        for (; k + 4 <= K; k += 4) {
-            for (int u = 0; u < 4; ++u, b += B.row) add(b, l, u);
-            for (int m = 0; m < rows; ++m) l[m] += 4;
-        }
-    for (; k < K; ++k, b += B.row) {
-        add(b, l, 0);
-        for (int m = 0; m < rows; ++m) l[m] += by_column;
-    }
-    for (int m = 0; m < rows; ++m)
+    const auto add = [&](const A* l) __attribute__((always_inline)) {
+        Vec<A> right[vectors];
+        for (int v = 0; v < vectors; ++v) right[v] = load(b + v * W);
+        for (int m = 0; m < rows; ++m)
+            for (int v = 0; v < vectors; ++v) sum[m][v] += l[m * (IN_PANELS ? PANEL<A> : 1)] * right[v];
+        b += B.row;
+    };
+    for (; IN_PANELS && K > PANEL<A>; K -= PANEL<A>, left += by)
+        for (int k = 0; k < PANEL<A>; ++k) add(left + k);
+    for (int64_t k = 0; k < K; ++k, left += IN_PANELS ? 1 : by) add(left);
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; ++m)  // unrolled, so that the sums need no memory
+#pragma GCC unroll 3
         for (int v = 0; v < vectors; ++v) {
-            const bool part = cut && v == vectors - 1;
-            const A* in = from.data ? from.data + m * from.row + v * W : nullptr;
-            Vec<A> x = alpha * sum[m][v];
-            if (in) x += part ? load(in, last) : load(in);
-            A* out = C.data + m * C.row + v * W;
-            if (part) store(out, x, last);
-            else store(out, x);
+            const Vec<A> x = alpha * sum[m][v];
+            store(C.data + m * C.row + v * W, from.data ? x + load(from.data + m * from.row + v * W) : x);
         }
 }
 
-// Some rows of C: tiles of `vectors`, and narrower ones for the columns that are left.
-template <class A, int rows, int vectors>
-void strip(int64_t N, int64_t K, const A* left, int64_t by_row, int64_t by_column, Place<const A> B, Place<const A> from,
-           Place<A> C, A alpha) {
-    constexpr int W = Lanes<A>::W;
-    int64_t n = 0;
-    for (; n + vectors * W <= N; n += vectors * W)
-        tile<A, rows, vectors, false>(K, left, by_row, by_column, B.at(0, n), from.at(0, n), C.at(0, n), alpha, 0);
-    for (; n + 2 * W <= N; n += 2 * W)
-        tile<A, rows, 2, false>(K, left, by_row, by_column, B.at(0, n), from.at(0, n), C.at(0, n), alpha, 0);
-    for (; n + W <= N; n += W)
-        tile<A, rows, 1, false>(K, left, by_row, by_column, B.at(0, n), from.at(0, n), C.at(0, n), alpha, 0);
-    if (n < N)
-        tile<A, rows, 1, true>(K, left, by_row, by_column, B.at(0, n), from.at(0, n), C.at(0, n), alpha, int(N - n));
+template <class A, int vectors, bool IN_PANELS, int rows = most_rows(vectors)>
+void tile(int64_t of, int64_t K, const A* left, int64_t by, Place<const A> B, Place<const A> from, Place<A> C, A alpha) {
+    if (of == rows) tile<A, rows, vectors, IN_PANELS>(K, left, by, B, from, C, alpha);
+    else if constexpr (rows > 1) tile<A, vectors, IN_PANELS, rows - 1>(of, K, left, by, B, from, C, alpha);
 }
 
-// Strips of six rows times two vectors, four times three or three times four fill the registers with sums; the rows are
-// shared out so that narrower strips, which have to wait for their sums, remain for five rows and fewer.
-template <class A>
-void product(int64_t M, int64_t N, int64_t K, const A* left, int64_t by_row, int64_t by_column, Place<const A> B,
-             Place<const A> from, Place<A> C, A alpha) {
-    typedef void (*Strip)(int64_t, int64_t, const A*, int64_t, int64_t, Place<const A>, Place<const A>, Place<A>, A);
-    for (int64_t m = 0, rows; m < M; m += rows) {
-        const int64_t rest = M - m;
-        Strip next;
-        if (TILE_ROWS > 6 && rest >= TILE_ROWS) rows = TILE_ROWS, next = strip<A, TILE_ROWS, 2>;
-        else if (rest == 6 || (rest > 8 && rest != 11)) rows = 6, next = strip<A, 6, 2>;
-        else if (rest == 4 || rest > 6) rows = 4, next = strip<A, 4, 3>;
-        else if (rest >= 3) rows = 3, next = strip<A, 3, 4>;
-        else if (rest == 2) rows = 2, next = strip<A, 2, 4>;
-        else rows = 1, next = strip<A, 1, 4>;
-        next(N, K, left + m * by_row, by_row, by_column, B, from.at(m), C.at(m), alpha);
+// So many rows or vectors in as few tiles as possible, all about equal: small tiles wait for their sums.
+struct Tiles {
+    int64_t each, larger;  // the first `larger` ones have one more
+    Tiles(int64_t all, int64_t most) {
+        const uint32_t count = uint32_t(all + most - 1) / uint32_t(most);
+        each = uint32_t(all) / count, larger = all - each * count;
     }
-}
+    int64_t next() { return larger-- > 0 ? each + 1 : each; }
+};
 
-// C = from + alpha L B, (M × K) times (K × N). `from` may be C.
-template <class A>
-void multiply(int64_t M, int64_t N, int64_t K, Place<const A> L, Place<const A> B, Place<const A> from, Place<A> C,
-              A alpha = 1) {
-    product<A>(M, N, K, L.data, L.row, 1, B, from, C, alpha);
+// C = from + alpha L B: M × N, with K terms each; N whole vectors. `from` may be C.
+template <class A, bool IN_PANELS>
+void product(int64_t M, int64_t N, int64_t K, const A* left, int64_t by, Place<const A> B, Place<const A> from, Place<A> C,
+             A alpha) {
+    constexpr int W = Lanes<A>::W;
+    if (!M || !N) return;
+    Tiles columns(N / W, ACROSS);
+    for (int64_t n = 0, across; n < N; n += across * W) {
+        across = columns.next();
+        const auto run = across == 3 ? tile<A, 3, IN_PANELS> : across == 2 ? tile<A, 2, IN_PANELS> : tile<A, 1, IN_PANELS>;
+        Tiles strips(M, most_rows(int(across)));
+        for (int64_t m = 0, rows; m < M; m += rows) {
+            rows = strips.next();
+            const A* l = left + m * (IN_PANELS ? PANEL<A> : 1);
+            run(rows, K, l, by, B.at(0, n), from.at(m, n), C.at(m, n), alpha);
+        }
+    }
 }
 
 // C = from + alpha Lᵀ B, with L (K × M).
 template <class A>
-void multiply_transposed(int64_t M, int64_t N, int64_t K, Place<const A> L, Place<const A> B, Place<const A> from,
-                         Place<A> C, A alpha = 1) {
-    product<A>(M, N, K, L.data, 1, L.row, B, from, C, alpha);
+void multiply(int64_t M, int64_t N, int64_t K, Place<const A> L, Place<const A> B, Place<const A> from, Place<A> C,
+              A alpha = 1) {
+    product<A, false>(M, N, K, L.data, L.row, B, from, C, alpha);
+}
+
+// C = from + alpha L B, with M rows of L from `row` on.
+template <class A>
+void multiply(int64_t M, int64_t N, int64_t K, Panels<A> L, int64_t row, Place<const A> B, Place<const A> from, Place<A> C,
+              A alpha = 1) {
+    product<A, true>(M, N, K, L.at(0, row).data, L.rows * PANEL<A>, B, from, C, alpha);
 }
 
 }  // namespace
