@@ -44,7 +44,7 @@ template <class T> void check(Dtype dtype, double tolerance, bool local) {
             parts[s] = {0, D / STREAMS * s, D / STREAMS * (s + 1), -1};
             tasks[s] = parts + s, pieces[s] = &piece, out[s] = sums + BLOCKS / STREAMS * s;
         }
-        kernels_plain.squares(squares, pieces, tasks, out, BLOCKS);
+        kernels_plain.streams(squares, pieces, tasks, out, BLOCKS);
         kernels_plain.local(rule, piece, task, sums, BLOCKS, factor, kappa);
     } else {
         kernels_plain.sums(rule, piece, task, sums, BLOCKS);

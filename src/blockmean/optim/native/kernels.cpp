@@ -16,6 +16,7 @@ using namespace blockmean;
 namespace {
 
 constexpr int SHORT = 32;  // additions in float before a lane moves on to double
+constexpr int TURN = 512 / VECTOR_BYTES;  // the same where tasks take turns: 512 bytes of each array
 constexpr int AHEAD = 256;  // bytes: farther ahead, it would disturb the processor's own prefetching, which does more
 
 constexpr bool LINE = VECTOR_BYTES >= 64;  // whether a vector fills a line of the cache
@@ -151,11 +152,11 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
     }
 
     // As many entries of a run, from i on, as float may add up.
-    INLINE void chunk(E& e, int64_t& i, int64_t end, Total<A> (&totals)[R]) {
+    template <int MOST = SHORT> INLINE void chunk(E& e, int64_t& i, int64_t end, Total<A> (&totals)[R]) {
         V x[R];
         if (end - i >= W) {
             V lanes[R] = {};
-            const int64_t stop = end - i >= SHORT * W ? i + SHORT * W : end - (end - i) % W;
+            const int64_t stop = end - i >= MOST * W ? i + MOST * W : end - (end - i) % W;
             for (; i + 2 * W <= stop; i += 2 * W) {  // together they take one line of the cache, fetched once
                 contribute<false>(e, i, W, x);
                 for (int k = FIRST; k < R; ++k) lanes[k] += x[k];
@@ -215,32 +216,36 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
 };
 
 // What `sums` does for one task, chunk by chunk, so that several tasks can take turns.
-template <class T, bool ADAM> struct Stream {
-    typedef Pass1<T, ADAM, SQUARES> First;
+template <class T, bool ADAM, Sums SUMS> struct Stream {
+    typedef Pass1<T, ADAM, SUMS> First;
+    static constexpr int MOST = SUMS == SQUARES ? SHORT : TURN;  // squares are to be those of WEIGHTED bit by bit
     typename First::E e;
+    const Piece& piece;
     int64_t i, left;  // the next entry, and the entries of the block that are left
-    const int64_t inner, end;
+    const int64_t end;
     Total<typename First::A> totals[First::R];
     double* out;
 
     Stream(const Rule& rule, const Piece& piece, const Task& task, double* out)
-        : e(rule, piece), i(task.begin), left(piece.inner), inner(piece.inner), end(task.end), out(out) {}
+        : e(rule, piece), piece(piece), i(task.begin), left(of_block(task.begin, task.end)), end(task.end), out(out) {}
+
+    int64_t of_block(int64_t begin, int64_t end) const { return end - begin < piece.inner ? end - begin : piece.inner; }
 
     ALWAYS bool advance(int64_t stride) {
         if (i == end) return false;
         const int64_t before = i;
-        First::chunk(e, i, i + left, totals);
+        First::template chunk<MOST>(e, i, i + left, totals);
         left -= i - before;
         if (left == 0) {
-            for (int k = 0; k < First::R; ++k) out[k * stride] = totals[k].sum(), totals[k] = {};
-            left = inner, ++out;
+            for (int k = 0; k < First::R; ++k) out[k * stride] = totals[k].sum() * First::factor(e, piece, k), totals[k] = {};
+            left = of_block(i, end), ++out;
         }
         return true;
     }
 
     // A processor fetches memory for a single stream more slowly than it could, so tasks far apart take turns.
-    static void squares(const Rule& rule, const Piece* const* pieces, const Task* const* tasks, double* const* out,
-                        int64_t stride) {
+    static void sums(const Rule& rule, const Piece* const* pieces, const Task* const* tasks, double* const* out,
+                     int64_t stride) {
         Stream all[STREAMS] = {{rule, *pieces[0], *tasks[0], out[0]}, {rule, *pieces[1], *tasks[1], out[1]},
                                {rule, *pieces[2], *tasks[2], out[2]}, {rule, *pieces[3], *tasks[3], out[3]}};
         for (bool more = true; more;) {
@@ -415,13 +420,21 @@ void apply(const Rule& r, const Piece& p, const Task& t, const double* c, const 
     }
 }
 
-// Of one dtype.
-void squares(const Rule& r, const Piece* const* p, const Task* const* t, double* const* out, int64_t stride) {
+template <class T, bool ADAM>
+void sums_in_turn(const Rule& r, const Piece* const* p, const Task* const* t, double* const* out, int64_t stride) {
+    if constexpr (!ADAM) {
+        if (r.sums == PAPER) return Stream<T, ADAM, PAPER>::sums(r, p, t, out, stride);
+        if (r.sums == CONSISTENT) return Stream<T, ADAM, CONSISTENT>::sums(r, p, t, out, stride);
+    }
+    return Stream<T, ADAM, SQUARES>::sums(r, p, t, out, stride);
+}
+
+void streams(const Rule& r, const Piece* const* p, const Task* const* t, double* const* out, int64_t stride) {
     switch (p[0]->dtype) {
-        case FLOAT64: return (r.adam ? Stream<double, true>::squares : Stream<double, false>::squares)(r, p, t, out, stride);
-        case BFLOAT16: return (r.adam ? Stream<bfloat16, true>::squares : Stream<bfloat16, false>::squares)(r, p, t, out, stride);
-        case FLOAT16: return (r.adam ? Stream<float16, true>::squares : Stream<float16, false>::squares)(r, p, t, out, stride);
-        default: return (r.adam ? Stream<float, true>::squares : Stream<float, false>::squares)(r, p, t, out, stride);
+        case FLOAT64: return (r.adam ? sums_in_turn<double, true> : sums_in_turn<double, false>)(r, p, t, out, stride);
+        case BFLOAT16: return (r.adam ? sums_in_turn<bfloat16, true> : sums_in_turn<bfloat16, false>)(r, p, t, out, stride);
+        case FLOAT16: return (r.adam ? sums_in_turn<float16, true> : sums_in_turn<float16, false>)(r, p, t, out, stride);
+        default: return (r.adam ? sums_in_turn<float, true> : sums_in_turn<float, false>)(r, p, t, out, stride);
     }
 }
 
@@ -442,4 +455,4 @@ bool local(const Rule& r, const Piece& p, const Task& t, double* out, int64_t st
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
 
-extern const Kernels blockmean::JOIN(kernels_, VARIANT) = {TEXT(VARIANT), sums, squares, apply, local};
+extern const Kernels blockmean::JOIN(kernels_, VARIANT) = {TEXT(VARIANT), sums, streams, apply, local};

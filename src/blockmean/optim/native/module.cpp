@@ -106,6 +106,9 @@ struct Table {
             tasks.push_back({index, begin, begin + width < row ? begin + width : row, -1});
     }
 
+    // Tasks are taken in groups of so many that are far apart in memory.
+    int64_t groups() const { return (int64_t(tasks.size()) + STREAMS - 1) / STREAMS; }
+
     int threads(int wanted) const {
         const int64_t most = 1 + entries / GRAIN;
         return wanted < most ? wanted : int(most);
@@ -125,48 +128,41 @@ struct Call {
     std::atomic<bool> failed{false};
 };
 
-void sum_task(void* context, int64_t number) {
-    Call& call = *static_cast<Call*>(context);
-    const Task& task = call.table.tasks[number];
-    const Piece& piece = call.table.pieces[task.piece];
-    Rule rule = call.rule;
-    if (call.table.local && piece.is_local) rule.sums = SQUARES;
-    if (task.part >= 0) {
-        call.run.sums(rule, piece, task, call.table.partial.data() + task.part * MOST_ROWS, 1);
-    } else {
-        const int64_t block = piece.block + task.begin / piece.inner;
-        call.run.sums(rule, piece, task, call.sums + block, call.stride);
-    }
+// Where the sums of a task go.
+double* place(const Call& call, const Piece& piece, const Task& task) {
+    if (task.part >= 0) return call.table.partial.data() + task.part * MOST_ROWS;
+    return call.sums + piece.block + task.begin / piece.inner;
 }
 
 // Some tasks that are far apart in memory, together if they can be.
 void sum_tasks(void* context, int64_t number) {
     Call& call = *static_cast<Call*>(context);
     const Table& table = call.table;
-    const int64_t count = int64_t(table.tasks.size()), apart = (count + STREAMS - 1) / STREAMS;
+    const int64_t count = int64_t(table.tasks.size()), apart = table.groups();
     const Piece* pieces[STREAMS];
     const Task* tasks[STREAMS];
     double* out[STREAMS];
-    bool together = number + (STREAMS - 1) * apart < count;
-    for (int s = 0; together && s < STREAMS; ++s) {
-        tasks[s] = &table.tasks[size_t(number + s * apart)];
-        pieces[s] = &table.pieces[size_t(tasks[s]->piece)];
-        out[s] = call.sums + pieces[s]->block + tasks[s]->begin / pieces[s]->inner;
-        together = pieces[s]->is_local && pieces[s]->dtype == pieces[0]->dtype;
+    Rule rules[STREAMS];
+    int found = 0;
+    bool together = true;
+    for (int64_t one = number; one < count; one += apart, ++found) {
+        const Task& task = *(tasks[found] = &table.tasks[size_t(one)]);
+        const Piece& piece = *(pieces[found] = &table.pieces[size_t(task.piece)]);
+        out[found] = place(call, piece, task);
+        rules[found] = call.rule;
+        if (table.local && piece.is_local) rules[found].sums = SQUARES;
+        const Sums sums = rules[found].sums;
+        together &= (sums == SQUARES || sums == PAPER || sums == CONSISTENT) && sums == rules[0].sums;
+        together &= piece.outer == 1 && piece.inner > 1 && piece.dtype == pieces[0]->dtype;
+        together &= (task.part >= 0) == (tasks[0]->part >= 0);
     }
-    if (together) {
-        Rule rule = call.rule;
-        rule.sums = SQUARES;
-        return call.run.squares(rule, pieces, tasks, out, call.stride);
-    }
-    for (int64_t one = number; one < count; one += apart) sum_task(context, one);
+    const auto stride = [&](const Task& task) { return task.part >= 0 ? 1 : call.stride; };
+    if (together && found == STREAMS) return call.run.streams(rules[0], pieces, tasks, out, stride(*tasks[0]));
+    for (int s = 0; s < found; ++s) call.run.sums(rules[s], *pieces[s], *tasks[s], out[s], stride(*tasks[s]));
 }
 
-void apply_task(void* context, int64_t number) {
-    Call& call = *static_cast<Call*>(context);
-    // Backwards: what the first pass read last is still in the cache.
-    const Task& task = call.table.tasks[call.table.tasks.size() - 1 - number];
-    const Piece& piece = call.table.pieces[task.piece];
+void apply_task(Call& call, const Task& task) {
+    const Piece& piece = call.table.pieces[size_t(task.piece)];
     const double* c = call.c ? call.c + piece.block : nullptr;
     const double* kappa = call.kappa ? call.kappa + piece.block : nullptr;
     if (!call.table.local || !piece.is_local) return call.run.apply(call.rule, piece, task, c, kappa);
@@ -176,6 +172,13 @@ void apply_task(void* context, int64_t number) {
     const double* factor = call.solver->scale.data() + rows.block;
     if (!call.run.local(call.rule, piece, task, call.sums + piece.block, call.stride, factor, kappa)) call.failed = true;
     conclude(*call.solver, *call.vectors, rows, begin, end);
+}
+
+// The groups of `sum_tasks`, backwards: what the first pass read last is still in the cache.
+void apply_tasks(void* context, int64_t number) {
+    Call& call = *static_cast<Call*>(context);
+    const int64_t count = int64_t(call.table.tasks.size()), apart = call.table.groups();
+    for (int64_t one = apart - 1 - number; one < count; one += apart) apply_task(call, call.table.tasks[size_t(one)]);
 }
 
 // Add up the partial sums of large blocks in order, whoever computed them. Return whether all is finite, and the
@@ -319,9 +322,7 @@ PyObject* block_sums(PyObject*, PyObject* args) {
     Call call{compiled().passes, rule, *table, address<double>(out), int64_t(stride), nullptr, nullptr};
     table->local = local;
     for (;;) {
-        const int64_t tasks = int64_t(table->tasks.size());
-        if (table->local) parallel((tasks + STREAMS - 1) / STREAMS, table->threads(threads), sum_tasks, &call);
-        else parallel(tasks, table->threads(threads), sum_task, &call);
+        parallel(table->groups(), table->threads(threads), sum_tasks, &call);
         finite = finish_sums(rule, *table, call.sums, call.stride);
         if (!finite || !table->local || cannot_overflow(*table, call.sums, call.stride)) break;
         table->local = false;  // then nothing is written before all sums are known
@@ -343,7 +344,7 @@ PyObject* apply_(PyObject*, PyObject* args) {
     Py_BEGIN_ALLOW_THREADS
     table->local = false;
     Call call{compiled().passes, rule, *table, nullptr, 0, address<double>(c), address<double>(kappa)};
-    parallel(int64_t(table->tasks.size()), table->threads(threads), apply_task, &call);
+    parallel(table->groups(), table->threads(threads), apply_tasks, &call);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -377,7 +378,7 @@ PyObject* solve_and_apply(PyObject*, PyObject* args) {
         prepare(*solver, form, vectors, solver->rows[i], 0, table->pieces[i].blocks);
         conclude(*solver, vectors, solver->rows[i], 0, table->pieces[i].blocks);
     }
-    parallel(int64_t(table->tasks.size()), table->threads(threads), apply_task, &call);
+    parallel(table->groups(), table->threads(threads), apply_tasks, &call);
     table->local = false;
     good = !call.failed;
     Py_END_ALLOW_THREADS

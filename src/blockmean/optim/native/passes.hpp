@@ -55,8 +55,9 @@ struct Kernels {
     const char* name;
     // Sums over the blocks of a task into out[row * stride], starting with the block that holds `begin`.
     void (*sums)(const Rule&, const Piece&, const Task&, double* out, int64_t stride);
-    // SQUARES of STREAMS tasks at once, all of one dtype and of pieces that `local` takes.
-    void (*squares)(const Rule&, const Piece* const*, const Task* const*, double* const* out, int64_t stride);
+    // The same for STREAMS tasks at once, of one dtype and with blocks that lie in one run each. For SQUARES, PAPER and
+    // CONSISTENT sums.
+    void (*streams)(const Rule&, const Piece* const*, const Task* const*, double* const* out, int64_t stride);
     // Update moments and parameters. c and kappa start with the piece's own first block; null for c = 0 and κ = 1.
     void (*apply)(const Rule&, const Piece&, const Task&, const double* c, const double* kappa);
     // Sums, solve and update, block by block; sums, factor and kappa start with the piece's own first block. False if the
