@@ -42,8 +42,13 @@ def test_the_environment_chooses_the_instruction_set():
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["test_native.py", "test_native_anova.py"])
-def test_the_plain_kernels_pass_the_same_tests(file):
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/optim/{file}", instructions="plain")
+@pytest.mark.parametrize("instructions", ["plain", "avx2"])
+def test_the_kernels_of_other_instruction_sets_pass_the_same_tests(instructions, file):
+    if instructions == native.instructions():
+        pytest.skip("the tests themselves run with it")
+    if python("-c", "import blockmean.optim.native", instructions=instructions).returncode:
+        pytest.skip(f"this machine has no {instructions}")
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/optim/{file}", instructions=instructions)
     assert done.returncode == 0, done.stdout[-3000:]
 
 

@@ -114,6 +114,25 @@ def test_every_coupling_has_the_same_statistics_as_the_reference(form, coupling)
         torch.testing.assert_close(b.change, a.change, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtypes", [[torch.float64] * 3, [torch.float64, torch.float32, torch.float64]], ids=str)
+@pytest.mark.parametrize("form", ["paper", "consistent"])
+def test_tasks_that_take_turns_have_the_sums_of_the_reference(form, dtypes):
+    """Blocks of several tasks, of part of one and of no whole vector; four tasks at a time, or not if they differ."""
+
+    def after_steps(**options):
+        sizes = ((300, 301), (70001,), (5, 9))
+        params = [new_params(dtype, [size])[0] for size, dtype in zip(sizes, dtypes, strict=True)]
+        optimizer = make(form, params, coupling="all", partition="tensor", **options)
+        for t in range(3):
+            set_gradients(params, t)
+            optimizer.step()
+        return params
+
+    rounding = max(NARROW[dtype] for dtype in dtypes)  # coupled blocks share that of their sums
+    for a, b in zip(after_steps(foreach=False), after_steps(fused=True), strict=True):
+        torch.testing.assert_close(b, a, rtol=rounding, atol=rounding)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_lists_of_tensors(seed):
     """Shapes, memory formats, dtypes, cuts and options drawn at random; odd tensors go to torch, the others do not."""

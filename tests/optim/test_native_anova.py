@@ -77,6 +77,18 @@ def test_steps_equal_those_of_torchs_operations(options, change):
         torch.testing.assert_close(b, a, rtol=0, atol=ROUNDING[torch.float64])
 
 
+@pytest.mark.parametrize("means", [1, 7, 17, 40])
+def test_sides_around_the_widths_of_panels_and_blocks(means):
+    """Kernels process 48 rows at a time, in panels of 6 to 48 columns, by vectors of 2 to 16 entries."""
+    sides = (1, 2, 11, 13, 24, 25, 47, 48, 49, 96, 97)
+    shapes = [(O, I) for O in sides for I in sides if (O + I) % 3 == 0] + [(2, 300), (300, 2), (145, 145)]
+    expected, _ = run(steps=7, shapes=shapes, means=means, refresh_every=3, fused=False)
+    found, optimizer = run(steps=7, shapes=shapes, means=means, refresh_every=3)
+    assert compiled(optimizer) == (sum(min(shape) > 1 for shape in shapes), 0)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=ROUNDING[torch.float64], msg=lambda text, a=a: f"{a.shape}{text}")
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_they_do_in_every_dtype_and_memory_format(dtype, channels_last):

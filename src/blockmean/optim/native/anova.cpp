@@ -302,8 +302,8 @@ template <class P> struct Work {
             pack_gradient(top, n, g, step.maximize);
             multiply<A>(n, qp, I, g, 0, V, {}, GV.at(top));
             for (int64_t p = 0; p < panels; ++p) {
-                add(k, n, p, U.at(top), g, top ? 1 : 0, UG);
-                add(q, n, p, GV.at(top), g, top ? 1 : 0, GGV);
+                add(k, n, p, U.at(top), g, top > 0, UG);
+                add(q, n, p, GV.at(top), g, top > 0, GGV);
             }
         }
         A* const input_sketch = state(INPUTS_SKETCH);
@@ -485,7 +485,7 @@ template <class P> struct Work {
             const Panels<A> e{E.data, n};
             pack(n, m + top * I, e);
             multiply<A>(n, qp, I, e, 0, new_V, {}, mV.at(top));
-            for (int64_t p = 0; p < panels; ++p) add(k, n, p, new_U.at(top), e, top ? 1 : 0, Um);
+            for (int64_t p = 0; p < panels; ++p) add(k, n, p, new_U.at(top), e, top > 0, Um);
         }
         on_units(left, rows, 0, deep, on_V, mV, mV, 1);
         for (int64_t p = 0; p < panels; ++p) multiply<A>(k, vectors(p), deep, on_U, right.at(p), Um.at(p), Um.at(p));
@@ -530,7 +530,7 @@ template <class P> struct Work {
     // A panel, up to the vector that has its last column.
     int64_t vectors(int64_t panel) const { return padded<A>(width(panel)); }
 
-    // A panel of `to` += weightsᵀ rows; = without a factor.
+    // A panel of weightsᵀ · rows: `more` of it, or the first.
     void add(int64_t means, int64_t n, int64_t p, Place<const A> weights, Panels<A> rows, bool more, Panels<A> to) const {
         multiply<A>(means, vectors(p), n, weights, rows.at(p), more ? to.at(p) : Place<A>{}, to.at(p));
     }
