@@ -31,7 +31,7 @@ from blockmean.lab.steps import table as step_table
 ROOT = Path(__file__).parent.parent
 PAGE, RACE_PAGE, FRONT = ROOT / "docs" / "results.md", ROOT / "docs" / "race.md", ROOT / "README.md"
 COST_PAGE = ROOT / "docs" / "performance.md"
-RACE, STEPS = ROOT / "results" / "race", ROOT / "results" / "steps"
+RACE, STEPS, AVX512 = (ROOT / "results" / name for name in ("race", "steps", "steps-avx512"))
 SHOWN = ("AdamW", "SOAP", "Anova")
 """The arms in the table of the front page."""
 EPOCH, ITERATIONS = (ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("epoch", "step_cost"))
@@ -262,12 +262,14 @@ def filled(page: str, contents: Mapping[str, str]) -> str:
 def pages(found: dict[str, Outcome], raced: Sequence[TaskResult]) -> dict[Path, str]:
     """Every page with its tables filled in."""
     one, two = (read(STEPS, list(NETWORKS), threads) for threads in (1, 2))
+    wide = read(AVX512, list(NETWORKS), 1)
     contents = {
         COST_PAGE: {
             "brief": step_brief(one),
             "threads": step_brief(two),
             "iterations": iterations(),
             "limits": limits(one),
+            "avx512": f"{step_brief(wide)}\n\n{limits(wide)}",
             "steps": step_tables([*one, *two]),
         },
         PAGE: {

@@ -28,7 +28,7 @@ template <class A> void put(A* to, const A* from, int64_t count) {
 
 constexpr int64_t SMALL = 1 << 14;  // entries; the processor itself brings so few of them in time
 // Rows that are processed together: enough for long sums; few enough that their gradient and their step stay in the cache.
-constexpr int64_t BLOCK = 48, GROUP = SUMS / ACROSS;  // GROUP: those whose moments are in the first-level cache
+constexpr int64_t BLOCK = 48, GROUP = most_rows(ACROSS);  // GROUP: those whose moments are in the first-level cache
 
 template <class A> int64_t padded(int64_t k) { return (k + Lanes<A>::W - 1) / Lanes<A>::W * Lanes<A>::W; }
 
@@ -420,12 +420,12 @@ template <class P> struct Work {
     bool turn(Scratch<A>& scratch, Scratch<double>& broad) const {
         A *const m = state(MEAN), *const Vt = state(INPUTS);
         if (has_empty_column(O, k, state(UNITS), k, 1) || has_empty_column(I, q, Vt, 1, I)) return false;
-        scratch.reserve((height + k + 2 * deep) * wide + O * (2 * deep + 3 * kp + 2 * qp) + 3 * I * qp + height * PANEL<A> +
+        const int64_t both = 2 * deep;
+        scratch.reserve((height + k + both) * wide + O * (both + 3 * kp + 2 * qp) + 3 * I * qp + height * PANEL<A> +
                             2 * k * qp + 2 * q * kp + deep * (kp + qp) + q * qp + k * kp, 20);
         // m is leftᵀ · right + E before and after: the rows from `deep` on are those of the new U and V, with a minus.
-        const Panels<A> E = take_panels(scratch, height), Um = take_panels(scratch, k), right = take_panels(scratch, 2 * deep);
-        A* const left = scratch.take(2 * deep, O).data;
-        const int64_t rows = 2 * deep;
+        const Panels<A> E = take_panels(scratch, height), Um = take_panels(scratch, k), right = take_panels(scratch, both);
+        A* const left = scratch.take(both, O).data;
         const Place<A> U = scratch.take(O, kp), new_U = scratch.take(O, kp), unit_sketch = scratch.take(O, kp);
         const Place<A> mV = scratch.take(O, qp), R = scratch.take(O, qp), part = scratch.take(height, PANEL<A>);
         const Place<A> V = scratch.take(I, qp), new_V = scratch.take(I, qp), input_sketch = scratch.take(I, qp);
@@ -448,11 +448,11 @@ template <class P> struct Work {
         // m without E is (R + U K) Vᵀ + U L.
         copy(k, q, state(GRAND_AVG), K);
         copy(O, q, state(UNIT_AVG), R);
-        pair_up(R, U, left, rows);
-        on_units(left, rows, q, k, K, R, R, 1);
-        pair_up(R, U, left, rows);
+        pair_up(R, U, left, both);
+        on_units(left, both, q, k, K, R, R, 1);
+        pair_up(R, U, left, both);
         put(on_V.data, by_V.data, q * qp);
-        multiply<A>(k, qp, I, Panels<A>{right.data, right.rows}, q, new_V, {}, on_V.at(q));
+        multiply<A>(k, qp, I, right, q, new_V, {}, on_V.at(q));
         multiply<A>(q, kp, O, R, new_U, {}, on_U);
         put(on_U.at(q).data, by_U.data, k * kp);
 
@@ -463,8 +463,8 @@ template <class P> struct Work {
         multiply<A>(q, kp, k, small, by_U, {}, Kt);
         multiply<A>(k, qp, q, Kt, by_V, {}, K);
         copy_out<A>(k, q, K, state(GRAND_SQ));
-        pair_up({state(UNIT_SQ), q}, new_U, left, rows, deep);
-        on_units(left, rows, deep, q, by_V, {}, R, 1);
+        pair_up({state(UNIT_SQ), q}, new_U, left, both, deep);
+        on_units(left, both, deep, q, by_V, {}, R, 1);
         copy_out<A>(O, q, R, state(UNIT_SQ));
         pack(k, state(INPUT_SQ), Um);
         for (int64_t p = 0; p < panels; ++p) multiply<A>(k, vectors(p), k, by_U, Um.at(p), {}, right.at(p, deep + q));
@@ -472,7 +472,7 @@ template <class P> struct Work {
 
         // The sketches keep what lies in the new spaces.
         multiply<A>(k, kp, O, new_U, unit_sketch, {}, by_U);
-        on_units(left, rows, deep + q, k, by_U, {}, unit_sketch, 1);
+        on_units(left, both, deep + q, k, by_U, {}, unit_sketch, 1);
         copy_out<A>(O, k, unit_sketch, state(UNITS_SKETCH));
         multiply<A>(q, qp, I, new_V, input_sketch, {}, by_V);
         multiply<A>(I, qp, q, {Vt, I}, by_V, {}, input_sketch);
@@ -487,11 +487,11 @@ template <class P> struct Work {
             multiply<A>(n, qp, I, e, 0, new_V, {}, mV.at(top));
             for (int64_t p = 0; p < panels; ++p) add(k, n, p, new_U.at(top), e, top > 0, Um);
         }
-        on_units(left, rows, 0, deep, on_V, mV, mV, 1);
+        on_units(left, both, 0, deep, on_V, mV, mV, 1);
         for (int64_t p = 0; p < panels; ++p) multiply<A>(k, vectors(p), deep, on_U, right.at(p), Um.at(p), Um.at(p));
         multiply<A>(q, kp, O, mV, new_U, {}, Kt);
         transpose<A>(q, k, Kt, K);
-        on_units(left, rows, deep + q, k, K, mV, R, -1);
+        on_units(left, both, deep + q, k, K, mV, R, -1);
         for (int64_t p = 0; p < panels; ++p)
             multiply<A>(k, vectors(p), q, Kt, right.at(p, deep), Um.at(p), right.at(p, deep + q), -1);
         copy_out<A>(k, q, K, state(GRAND_AVG));
@@ -499,12 +499,12 @@ template <class P> struct Work {
         unpack(k, right, deep + q, state(INPUT_AVG));
         for (int64_t j = 0; j < O * qp; ++j) mV.data[j] = -mV.data[j];
         for (int64_t j = 0; j < O * kp; ++j) new_U.data[j] = -new_U.data[j];
-        pair_up(mV, new_U, left, rows, deep);
+        pair_up(mV, new_U, left, both, deep);
         for (int64_t top = 0; top < O; top += height) {
             const int64_t n = smaller(height, O - top);
             for (int64_t p = 0; p < panels; ++p) {
                 fetch(m, top * I + p * PANEL<A>, n);
-                multiply<A>(n, vectors(p), rows, block(left, top, rows), right.at(p), {}, part);
+                multiply<A>(n, vectors(p), both, block(left, top, both), right.at(p), {}, part);
                 for (int64_t i = 0; i < n; ++i) blend(m + (top + i) * I + p * PANEL<A>, part.at(i).data, width(p), 1, 1);
             }
         }
@@ -521,10 +521,11 @@ template <class P> struct Work {
     }
     Place<A> block(A* left, int64_t top, int64_t rows) const { return {left + top * rows, smaller(height, O - top)}; }
 
-    // C = from + alpha Lᵀ B, with some rows of what `pair_up` has made.
-    void on_units(A* left, int64_t rows, int64_t first, int64_t K, Place<const A> B, Place<const A> from, Place<A> C, A alpha) const {
+    // C = from + alpha Lᵀ B, with some rows of what `pair_up` has made, and all columns of B.
+    void on_units(A* left, int64_t rows, int64_t first, int64_t terms, Place<const A> B, Place<const A> from, Place<A> C,
+                  A alpha) const {
         for (int64_t top = 0; top < O; top += height)
-            multiply<A>(smaller(height, O - top), B.row, K, block(left, top, rows).at(first), B, from.at(top), C.at(top), alpha);
+            multiply<A>(smaller(height, O - top), B.row, terms, block(left, top, rows).at(first), B, from.at(top), C.at(top), alpha);
     }
 
     // A panel, up to the vector that has its last column.

@@ -16,7 +16,8 @@ using namespace blockmean;
 namespace {
 
 constexpr int SHORT = 32;  // additions in float before a lane moves on to double
-constexpr int TURN = 512 / VECTOR_BYTES;  // the same where tasks take turns: 512 bytes of each array
+// The same where tasks take turns, 512 bytes of each array. Whether they do depends on the list: so may the last bits.
+constexpr int TURN = 512 / VECTOR_BYTES;
 constexpr int AHEAD = 256;  // bytes: farther ahead, it would disturb the processor's own prefetching, which does more
 
 constexpr bool LINE = VECTOR_BYTES >= 64;  // whether a vector fills a line of the cache

@@ -20,7 +20,7 @@ template <class A> struct Place {
 };
 
 // A matrix in panels of so many columns, one after the other: whatever its width, a panel is one run of memory, its
-// rows a constant distance apart. What the last panel has too many is zero.
+// rows a constant distance apart. The last panel ends with the vector that has the last column, filled up with zeros.
 template <class A> struct Panels {
     A* data;
     int64_t rows;
@@ -59,7 +59,8 @@ void tile(int64_t of, int64_t K, const A* left, int64_t by, Place<const A> B, Pl
     else if constexpr (rows > 1) tile<A, vectors, IN_PANELS, rows - 1>(of, K, left, by, B, from, C, alpha);
 }
 
-// So many rows or vectors in as few tiles as possible, all about equal: small tiles wait for their sums.
+// So many rows or vectors (fewer than 2³², of which a quotient takes less time) in as few tiles as possible, all about
+// equal: small tiles wait for their sums.
 struct Tiles {
     int64_t each, larger;  // the first `larger` ones have one more
     Tiles(int64_t all, int64_t most) {
