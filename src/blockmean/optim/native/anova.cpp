@@ -241,14 +241,12 @@ template <class P> struct Work {
         const P* from = grad + top * I;
         const A sign = maximize ? -1 : 1;
         if (inner == 1) return pack(n, from, to, 0, sign);
-        for (int64_t i = 0; i < n; ++i, from += I)
-            for (int64_t p = 0; p < panels; ++p) {
-                A* const out = to.at(p, i).data;
-                for (int64_t j = 0; j < PANEL<A>; ++j) {
-                    const int64_t c = (p * PANEL<A> + j) / inner, s = (p * PANEL<A> + j) % inner;
-                    out[j] = j < width(p) ? sign * load(from + s * channels + c, 1)[0] : 0;
-                }
-            }
+        for (int64_t i = 0; i < n; ++i) {
+            A* const last = to.at(panels - 1, i).data;
+            put(last + width(panels - 1), last + PANEL<A>, A(0));
+            for (int64_t s = 0; s < inner; ++s)
+                for (int64_t c = 0; c < channels; ++c) *channel(to, i, c, s) = sign * load(from++, 1)[0];
+        }
     }
 
     // ‖G‖², in four places at once: a processor fetches memory for a single stream more slowly than it could.
@@ -400,12 +398,16 @@ template <class P> struct Work {
     }
 
     void move_channels_last(int64_t top, int64_t n, Panels<A> delta, A rate, A decay) const {
+        P* theta = param + top * I;
         for (int64_t i = 0; i < n; ++i)
-            for (int64_t j = 0; j < I; ++j) {
-                P* const at = param + (top + i) * I + j % inner * channels + j / inner;
-                const A* const d = delta.at(j / PANEL<A>, i).data + j % PANEL<A>;
-                store(at, decay * load(at, 1) - rate * load(d, 1), 1);
-            }
+            for (int64_t s = 0; s < inner; ++s)
+                for (int64_t c = 0; c < channels; ++c, ++theta)
+                    store(theta, decay * load(theta, 1) - rate * load(channel(delta, i, c, s), 1), 1);
+    }
+    // Row i, channel c, position s of a convolution.
+    A* channel(Panels<A> of, int64_t i, int64_t c, int64_t s) const {
+        const int64_t j = c * inner + s;
+        return of.at(j / PANEL<A>, i).data + j % PANEL<A>;
     }
 
     static bool has_empty_column(int64_t rows, int64_t columns, const A* x, int64_t by_row, int64_t by_column) {
