@@ -13,7 +13,7 @@ from blockmean.lab.records import read_strictly, write
 from blockmean.lab.spec import ORIGINAL_FIELDS, RunSpec
 
 RESULTS = Path(__file__).parents[2] / "results"
-PUBLISHED = sorted(path for path in RESULTS.glob("*/*.json") if path.parent != RESULTS / "steps")
+PUBLISHED = sorted(path for path in RESULTS.glob("*/*.json") if not path.parent.name.startswith("steps"))
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ template <class A> void put(A* to, const A* from, int64_t count) {
     if (count) std::memcpy(to, from, sizeof(A) * size_t(count));  // without means there is nothing to point at
 }
 
-constexpr int64_t SMALL = 1 << 14;  // entries; the processor itself brings so few of them in time
+constexpr int64_t SMALL = 1 << 14;  // entries of a matrix that stays in the cache all along
 // Rows that are processed together: enough for long sums; few enough that their gradient and their step stay in the cache.
-constexpr int64_t BLOCK = 48, GROUP = most_rows(ACROSS);  // GROUP: those whose moments are in the first-level cache
+constexpr int64_t BLOCK = 48;
 
 template <class A> int64_t padded(int64_t k) { return (k + Lanes<A>::W - 1) / Lanes<A>::W * Lanes<A>::W; }
 
@@ -207,6 +207,8 @@ template <class P> struct Work {
     const Matrix& matrix;
     const int64_t O = matrix.units, I = matrix.inputs, k = matrix.unit_means, q = matrix.input_means;
     const int64_t kp = padded<A>(k), qp = padded<A>(q), deep = q + k, height = smaller(BLOCK, O);
+    const bool is_small = O * I <= SMALL;
+    const int64_t group = is_small ? height : most_rows(ACROSS);  // rows whose moments are updated together
     const int64_t panels = (I + PANEL<A> - 1) / PANEL<A>, wide = panels * PANEL<A>;
     const int64_t inner = matrix.inner, channels = I / inner;
     const bool in_place = !converts && inner == 1;  // else the step is put together first, and rounded once
@@ -273,7 +275,7 @@ template <class P> struct Work {
 
     // Have a panel of some rows brought near, from entry `at` on, while something else is computed.
     template <class T> void fetch(const T* matrix, int64_t at, int64_t rows) const {
-        if (O * I <= SMALL) return;
+        if (is_small) return;
         for (const int64_t end = smaller(at + rows * I, O * I); at < end; at += I)
             for (int64_t j = 0; j < PANEL<A>; j += LINE / sizeof(T)) __builtin_prefetch(matrix + at + j, 0, 2);
     }
@@ -340,8 +342,8 @@ template <class P> struct Work {
             const int64_t n = smaller(height, O - top);
             const Panels<A> g{G.data, n}, e{in_place ? E.data : E.data + top * wide, n};
             pack_gradient(top, n, g, step.maximize);
-            for (int64_t i = 0; i < n; i += GROUP) {
-                const int64_t rows = smaller(GROUP, n - i);
+            for (int64_t i = 0; i < n; i += group) {
+                const int64_t rows = smaller(group, n - i);
                 const Place<const A> own = block(left, top, deep).at(0, i);
                 for (int64_t p = 0; p < panels; ++p) {
                     const int64_t at = (top + i) * I + p * PANEL<A>;
