@@ -102,6 +102,20 @@ def children(parent: int) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the threads of a process in /proc")
+def test_no_thread_of_gloo_outlives_the_process_group(tmp_path):
+    script = tmp_path / "threads.py"
+    script.write_text(
+        "import runpy\nfrom pathlib import Path\n"
+        f"runpy.run_path({str(EXAMPLES / 'ddp_train.py')!r})\n"
+        "print('threads:', *(comm.read_text().strip() for comm in Path('/proc/self/task').glob('*/comm')))\n"
+    )
+    lines = finish(start(str(script.with_suffix("")), tmp_path, "--steps=10")).splitlines()
+    threads = [line for line in lines if line.startswith("threads:")]
+    assert len(threads) == 2
+    assert not any("gloo" in line for line in threads), threads
+
+
 def test_a_finished_run_goes_on_with_another_number_of_processes(uninterrupted):
     example, folder, _ = uninterrupted
     printed = finish(start(example, folder, f"--steps={STEPS + 10}", "--save-every=1000", processes=1))
