@@ -57,8 +57,14 @@ def fresh_records(one: Study, folder: Path) -> dict[tuple[str, float], list[Reco
 
 
 def table(one: Study, found: dict[tuple[str, float], list[Record]]) -> str:
-    """Mean training loss of the epoch, summed over its batches, and the difference from diag at the same rate."""
+    """Mean training loss of the epoch, summed over its batches, and the difference from diag.
+
+    At the same rate, or, where diag has one rate only, at that: its best one.
+    """
     batches = steps_per_epoch(one.task.dataset, BATCH)
+    diag = {rate: runs for (arm, rate), runs in found.items() if arm == "diag"}
+    if len(diag) == 1:
+        diag = dict.fromkeys(RATES, *diag.values())
 
     def loss(record: Record) -> float:
         return last_loss(record) * batches
@@ -71,7 +77,7 @@ def table(one: Study, found: dict[tuple[str, float], list[Record]]) -> str:
             if not runs:
                 continue
             cells = [arm, f"{rate:g}", ", ".join(f"{loss(record):.0f}" for record in runs)]
-            gained = differences(runs, found.get(("diag", rate), []), loss)
+            gained = differences(runs, diag.get(rate, []), loss)
             cells.append("–" if arm == "diag" else format_difference(gained))
             cells.append(f"{statistics.mean(record['test_error'] for record in runs):.3f}")
             cells.append(f"{sum(last_loss(record) > GUESSING for record in runs)} of {len(runs)}")
