@@ -31,7 +31,7 @@ from blockmean.lab.steps import table as step_table
 ROOT = Path(__file__).parent.parent
 PAGE, RACE_PAGE, FRONT = ROOT / "docs" / "results.md", ROOT / "docs" / "race.md", ROOT / "README.md"
 COST_PAGE = ROOT / "docs" / "performance.md"
-RACE, STEPS, AVX512 = (ROOT / "results" / name for name in ("race", "steps", "steps-avx512"))
+RACE, STEPS, AVX2 = (ROOT / "results" / name for name in ("race", "steps", "steps-avx2"))
 SHOWN = ("AdamW", "SOAP", "Anova")
 """The arms in the table of the front page."""
 EPOCH, ITERATIONS = (ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("epoch", "step_cost"))
@@ -239,6 +239,22 @@ def limits(found: Sequence[Costs]) -> str:
     return Table("", ["", *names, "Anova, of a product", "stream", "product"], rows).markdown()
 
 
+def products(found: Sequence[Costs], few: int = 8, many: int = 32) -> str:
+    """The rate of Anova's products alone: what more means cost, all else being equal."""
+    lines = []
+    for one in found:
+        less, more = (one.measured.get(f"Anova, means={count}") for count in (few, many))
+        if less and more:
+            seconds = more["seconds"]["median"] - less["seconds"]["median"]
+            rate = (more["operations"] - less["operations"]) / seconds
+            share = rate / one.machine["product_operations_per_second"]
+            lines.append(
+                f"The products alone: on {one.network} matrices, {many} means instead of {few} take "
+                f"{seconds * 1e3:.0f} ms longer, {rate / 1e9:.0f} GF/s, {share:.0%} of a product."
+            )
+    return "\n\n".join(lines) or "Not measured yet."
+
+
 def step_tables(found: Iterable[Costs]) -> str:
     """Everything, a table per network."""
     lines = []
@@ -262,14 +278,15 @@ def filled(page: str, contents: Mapping[str, str]) -> str:
 def pages(found: dict[str, Outcome], raced: Sequence[TaskResult]) -> dict[Path, str]:
     """Every page with its tables filled in."""
     one, two = (read(STEPS, list(NETWORKS), threads) for threads in (1, 2))
-    wide = read(AVX512, list(NETWORKS), 1)
+    narrow, narrow_two = (read(AVX2, list(NETWORKS), threads) for threads in (1, 2))
+    means = read(STEPS, SWEEPS["means"], 1)
     contents = {
         COST_PAGE: {
             "brief": step_brief(one),
             "threads": step_brief(two),
             "iterations": iterations(),
-            "limits": limits(one),
-            "avx512": f"{step_brief(wide)}\n\n{limits(wide)}",
+            "limits": f"{limits(one)}\n\n{products(means)}",
+            "avx2": f"{step_brief(narrow)}\n\nWith two threads:\n\n{step_brief(narrow_two)}\n\n{limits(narrow)}",
             "steps": step_tables([*one, *two]),
         },
         PAGE: {
