@@ -35,7 +35,7 @@ SPEC = RunSpec("digits", "small", "AdamBMA", 0.01, seed=3, steps=40, options={"b
 
 @pytest.mark.parametrize("cls", [RunSpec, LaterSpec])
 def test_every_published_record_is_found_under_its_key_and_read(cls: type[RunSpec]):
-    assert len(PUBLISHED) == 260
+    assert len(PUBLISHED) == 280
     for path in PUBLISHED:
         stored = json.loads(path.read_text())["spec"]
         spec = cls(**stored)

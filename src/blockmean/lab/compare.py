@@ -222,7 +222,7 @@ class Interval(NamedTuple):
     def __str__(self) -> str:
         # Two digits of the half width, and as many decimals of the mean; five at most, the rest is rounding.
         decimals = min(max(0, 1 - math.floor(math.log10(max(self.half_width, 1e-5)))), 5)
-        return f"{self.mean:+.{decimals}f} ± {self.half_width:.{decimals}f}".replace("-", "−")
+        return f"{self.mean:+z.{decimals}f} ± {self.half_width:.{decimals}f}".replace("-", "−")
 
 
 def pairs(
