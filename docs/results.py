@@ -243,10 +243,10 @@ def products(found: Sequence[Costs], few: int = 8, many: int = 32) -> str:
     """The rate of Anova's products alone: what more means cost, all else being equal."""
     lines = []
     for one in found:
-        less, more = (one.measured.get(f"Anova, means={count}") for count in (few, many))
-        if less and more:
-            seconds = more["seconds"]["median"] - less["seconds"]["median"]
-            rate = (more["operations"] - less["operations"]) / seconds
+        less, more = (f"Anova, means={count}" for count in (few, many))
+        if {less, more} <= one.measured.keys():
+            seconds = one.seconds(more) - one.seconds(less)
+            rate = (one.rows[more]["operations"] - one.rows[less]["operations"]) / seconds
             share = rate / one.machine["product_operations_per_second"]
             lines.append(
                 f"The products alone: on {one.network} matrices, {many} means instead of {few} take "

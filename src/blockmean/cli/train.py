@@ -17,10 +17,11 @@ def train(
     model: Annotated[
         str,
         typer.Option(
-            help="small, large, mlp, cnn, convnet or resnet; or module:object: an nn.Module or a function for one."
+            help="small, large, mlp, cnn, convnet or resnet; transformer-64 or transformer-192 for text; or "
+            "module:object: an nn.Module or a function for one."
         ),
     ] = "cnn",
-    dataset: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "digits",
+    dataset: Annotated[str, typer.Option(help="digits, mnist or cifar10; manual or shakespeare for text.")] = "digits",
     optimizer: Annotated[
         str | None,
         typer.Option(

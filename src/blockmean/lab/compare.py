@@ -222,7 +222,9 @@ class Interval(NamedTuple):
     def __str__(self) -> str:
         # Two digits of the half width, and as many decimals of the mean; five at most, the rest is rounding.
         decimals = min(max(0, 1 - math.floor(math.log10(max(self.half_width, 1e-5)))), 5)
-        return f"{self.mean:+z.{decimals}f} ± {self.half_width:.{decimals}f}".replace("-", "−")
+        mean = round(self.mean, decimals)
+        sign = "+" if mean else ""
+        return f"{mean:{sign}z.{decimals}f} ± {self.half_width:.{decimals}f}".replace("-", "−")
 
 
 def pairs(
@@ -252,8 +254,11 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 def format_difference(values: Sequence[float]) -> str:
     """The mean of differences and its interval, or why there is none."""
-    if len(values) < 2:
-        return f"{values[0]:+.2g} with one seed".replace("-", "−") if values else "no pair of runs"
+    if not values:
+        return "no pair of runs"
+    if len(values) == 1:
+        digits = ".2g" if abs(values[0]) < 100 else ".0f"
+        return f"{values[0]:+{digits}} with one seed".replace("-", "−")
     return str(interval(values) or "no mean, runs diverged")
 
 

@@ -142,7 +142,9 @@ def make_race(
     for what, given, all_of_them in (("task", tasks, known), ("arm", arms, ARMS)):
         unknown = [name for name in given or [] if name not in all_of_them]
         if unknown:
-            raise ValueError(f"There is no {what} {', '.join(map(repr, unknown))}. There are {'; '.join(all_of_them)}.")
+            more = "; more with --profile full" if what == "task" and profile != "full" else ""
+            names = f"{', '.join(map(repr, unknown))}. There are {'; '.join(all_of_them)}{more}."
+            raise ValueError(f"There is no {what} {names}")
     if not 1 <= tuning_seeds <= len(TUNING_SEEDS):
         raise ValueError(f"tuning seeds must be 1 to {len(TUNING_SEEDS)}. Got {tuning_seeds} instead.")
     chosen = {name: replace(known[name], steps=steps or known[name].steps) for name in tasks or known}

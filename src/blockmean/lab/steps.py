@@ -237,19 +237,28 @@ class Costs:
         """Rows with numbers, in the order of STEPPERS."""
         return {name: self.rows[name] for name in STEPPERS if "seconds" in self.rows.get(name, {})}
 
+    def seconds(self, name: str) -> float:
+        """Of a step: those of torch's fused one, times what it takes beside that.
+
+        Each optimizer is measured in minutes of its own, in which the machine may have been slower or faster, but
+        beside torch's. Its own seconds where the fused one has no row.
+        """
+        row, fused = self.rows[name], self.measured.get(yardsticks(name)[1])
+        return float(fused["seconds"]["median"] * row["beside_fused"]["median"] if fused else row["seconds"]["median"])
+
     def share_of_stream(self, name: str) -> float | None:
         """Bytes per second beside those of a stream; None for an optimizer whose cost is not memory."""
         traffic = STEPPERS[name].traffic
         if traffic is None:
             return None
-        moved = traffic * self.parameters / self.rows[name]["seconds"]["median"]
+        moved = traffic * self.parameters / self.seconds(name)
         return float(moved / self.machine["stream_bytes_per_second"])
 
     def share_of_product(self) -> float | None:
         """Operations per second of Anova's products beside those of a product of square matrices."""
         if not self.measured.get("Anova", {}).get("operations"):
             return None
-        speed = self.rows["Anova"]["operations"] / self.rows["Anova"]["seconds"]["median"]
+        speed = self.rows["Anova"]["operations"] / self.seconds("Anova")
         return float(speed / self.machine["product_operations_per_second"])
 
 
@@ -297,7 +306,9 @@ def table(costs: Costs) -> Table:
     rows = []
     for name, row in costs.measured.items():
         share, fused = costs.share_of_stream(name), row["beside_fused"]
-        cells = [f"{1e3 * row['seconds']['median']:,.3g}", f"{row['beside_default']['median']:.2f}"]
+        milliseconds = 1e3 * costs.seconds(name)
+        cells = [f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:,.0f}"]
+        cells += [f"{row['beside_default']['median']:.2f}"]
         cells += [f"{fused['median']:.2f} ({fused['lower']:.2f}–{fused['upper']:.2f})"]
         rows.append([name, *cells, f"{row['bytes_per_parameter']:.1f}", "–" if share is None else f"{share:.0%}"])
     header = ["optimizer", "ms", "× default", "× fused", "state, bytes/param", "of a stream's bytes/s"]

@@ -756,14 +756,8 @@ class BlockMeanOptimizer(Optimizer):
         lr = full["lr"]
         require(isinstance(lr, int | float | Tensor) and bool(lr == lr), "lr", owner, "a number", lr)
         self.check_kinds(full)
-        if full["blocks"] != group["blocks"]:
-            if "checksum" in str(full["blocks"]):
-                raise ValueError(_FROM_BEFORE.format(owner))
-            raise ValueError(
-                f"The checkpoint was made with another partition of parameter group {number}: it has {full['blocks']}, "
-                f"this optimizer {group['blocks']}. Construct {owner} with that partition, or start with fresh "
-                "state."
-            )
+        if full["blocks"] != group["blocks"] and "checksum" in str(full["blocks"]):
+            raise ValueError(_FROM_BEFORE.format(owner))
         return full
 
     def _check_checkpoint(self, number: int, group: dict[str, Any], saved: Mapping[Any, State]) -> Layout:
@@ -784,8 +778,18 @@ class BlockMeanOptimizer(Optimizer):
                 if isinstance(state.get(key), Tensor) and state[key].shape != tensors[i].shape:
                     raise ValueError(
                         f"The checkpoint has {key} of shape {tuple(state[key].shape)} for {shown_names(current)[i]}, "
-                        f"whose shape is {tuple(tensors[i].shape)}. Load it in the order of parameters it was saved in."
+                        f"whose shape is {tuple(tensors[i].shape)}. Load it with the same model, its parameters in the "
+                        "same order."
                     )
+        if group["blocks"] != current["blocks"]:
+            if "partition" in current:
+                kind, way_out = "another partition of", f"Construct {owner} with that partition"
+            else:
+                kind, way_out = "other blocks for", "Load it with the model and the optimizer that it was made with"
+            raise ValueError(
+                f"The checkpoint was made with {kind} parameter group {number}: it has {group['blocks']}, "
+                f"this optimizer {current['blocks']}. {way_out}, or start with fresh state."
+            )
         if any("U" in state and "blocks" not in state for state in states.values()):
             raise ValueError(_FROM_BEFORE.format(owner))
         layout = self._layouts[number]

@@ -70,13 +70,13 @@ def _claims(name: str, whole: dict[str, list[float]], steps: dict[str, list[floa
     printed = PRINTED[name]
     # Like with like: both are compiled.
     dearer, alone = _ratio(whole[FUSED], whole["BMA"]), _ratio(steps["BMA"], steps[FUSED])
-    extra = statistics.median(steps["BMA"]) - statistics.median(steps[FUSED])
+    extra = f"{statistics.median(steps['BMA']) - statistics.median(steps[FUSED]):+.2f}".replace("-", "−")
     refreshed = _ratio(steps[EVERY_10], steps["BMA"])
     claims = [
         Claim(
             f"Table 4, {name} model: an iteration of BMA takes longer than one of diag "
             f"({printed['BMA'] / printed['diag']:.2f} times, +{printed['BMA'] - printed['diag']:.1f} ms)",
-            f"{_ratio(whole['BMA'], whole[FUSED])} times torch's fused diag, {extra:+.2f} ms; the optimizer alone "
+            f"{_ratio(whole['BMA'], whole[FUSED])} times torch's fused diag, {extra} ms; the optimizer alone "
             f"{alone} times ({_ratio(steps['BMA'], steps['diag'])} times torch's default)",
             _compare(dearer, 1.0),
         ),
