@@ -168,6 +168,18 @@ def test_what_the_kernels_cannot_serve_goes_to_torch_or_is_an_error():
         run(shapes=[(30, 20)], change=transposed, fused=True)
 
 
+def test_a_convolution_with_its_channels_last_takes_adamw_natively_once_its_means_are_off():
+    params = [nn.Parameter(torch.randn(7, 5, 3, 3, dtype=torch.float64)) for _ in range(2)]
+    params[1].data = params[0].detach().to(memory_format=torch.channels_last, copy=True)
+    for param, fused in zip(params, (False, True), strict=True):
+        optimizer = Anova([param], lr=0.01, means=4, fused=fused)
+        for t in range(6):
+            set_gradients([param], t)
+            optimizer.param_groups[0]["means"] = 0 if t in (3, 4) else 4
+            optimizer.step()
+    torch.testing.assert_close(params[1], params[0], rtol=0, atol=1e-12)
+
+
 def test_rows_in_order_and_channels_last_are_told_apart():
     assert inner_of(torch.empty(4, 5)) == 1 and inner_of(torch.empty(5, 4).T) is None
     conv = torch.empty(4, 5, 3, 2)

@@ -348,6 +348,11 @@ class Anova(BlockMeanOptimizer):
     def _plain(self, work: Work, plan: Plan) -> Tensors:
         """The tensors that take AdamW."""
         states = [work.states[work.indices[j]] for j in plan.plain]
+        for j, state in zip(plan.plain, states, strict=True):
+            if "units" in state and work.layout.boxes[work.indices[j]] is None:
+                # Means were switched off. Their stacks have rows in order, a convolution perhaps its channels last.
+                for key in self.entry_state:
+                    state[key] = torch.empty_like(work.params[j], dtype=state[key].dtype).copy_(state[key])
         first, second = ([local(state[key]) for state in states] for key in self.entry_state)
         params, grads, steps, cuts = (
             [values[j] for j in plan.plain] for values in (work.params, work.grads, work.steps, work.cuts)

@@ -26,7 +26,7 @@ template <class A> void put(A* to, const A* from, int64_t count) {
     if (count) std::memcpy(to, from, sizeof(A) * size_t(count));  // without means there is nothing to point at
 }
 
-constexpr int64_t SMALL = 1 << 14;  // entries of a matrix that stays in the cache all along
+constexpr int64_t SMALL = 1 << 14;  // entries of a matrix whose gradient and moments the second-level cache holds
 // Rows that are processed together: enough for long sums; few enough that their gradient and their step stay in the cache.
 constexpr int64_t BLOCK = 48;
 
@@ -208,7 +208,8 @@ template <class P> struct Work {
     const int64_t O = matrix.units, I = matrix.inputs, k = matrix.unit_means, q = matrix.input_means;
     const int64_t kp = padded<A>(k), qp = padded<A>(q), deep = q + k, height = smaller(BLOCK, O);
     const bool is_small = O * I <= SMALL;
-    const int64_t group = is_small ? height : most_rows(ACROSS);  // rows whose moments are updated together
+    // Rows whose moments are updated together: few if they come from memory.
+    const int64_t group = is_small ? height : most_rows(ACROSS);
     const int64_t panels = (I + PANEL<A> - 1) / PANEL<A>, wide = panels * PANEL<A>;
     const int64_t inner = matrix.inner, channels = I / inner;
     const bool in_place = !converts && inner == 1;  // else the step is put together first, and rounded once
@@ -238,6 +239,12 @@ template <class P> struct Work {
             for (int64_t i = 0; i < n; ++i) put(to + i * I + p * PANEL<A>, from.at(p, first + i).data, width(p));
     }
 
+    // Row i, channel c, position s of a convolution: input c · inner + s.
+    A* entry(Panels<A> of, int64_t i, int64_t c, int64_t s) const {
+        const int64_t j = c * inner + s;
+        return of.at(j / PANEL<A>, i).data + j % PANEL<A>;
+    }
+
     // Some rows of the gradient, converted and in order.
     void pack_gradient(int64_t top, int64_t n, Panels<A> to, bool maximize) const {
         const P* from = grad + top * I;
@@ -245,9 +252,9 @@ template <class P> struct Work {
         if (inner == 1) return pack(n, from, to, 0, sign);
         for (int64_t i = 0; i < n; ++i) {
             A* const last = to.at(panels - 1, i).data;
-            put(last + width(panels - 1), last + PANEL<A>, A(0));
+            put(last + width(panels - 1), last + PANEL<A>, A(0));  // no sum reads these: tiles may compute with them
             for (int64_t s = 0; s < inner; ++s)
-                for (int64_t c = 0; c < channels; ++c) *channel(to, i, c, s) = sign * load(from++, 1)[0];
+                for (int64_t c = 0; c < channels; ++c) *entry(to, i, c, s) = sign * load(from++, 1)[0];
         }
     }
 
@@ -404,12 +411,7 @@ template <class P> struct Work {
         for (int64_t i = 0; i < n; ++i)
             for (int64_t s = 0; s < inner; ++s)
                 for (int64_t c = 0; c < channels; ++c, ++theta)
-                    store(theta, decay * load(theta, 1) - rate * load(channel(delta, i, c, s), 1), 1);
-    }
-    // Row i, channel c, position s of a convolution.
-    A* channel(Panels<A> of, int64_t i, int64_t c, int64_t s) const {
-        const int64_t j = c * inner + s;
-        return of.at(j / PANEL<A>, i).data + j % PANEL<A>;
+                    store(theta, decay * load(theta, 1) - rate * load(entry(delta, i, c, s), 1), 1);
     }
 
     static bool has_empty_column(int64_t rows, int64_t columns, const A* x, int64_t by_row, int64_t by_column) {
