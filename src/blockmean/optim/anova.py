@@ -603,11 +603,17 @@ def _forget(state: dict[str, Any], group: dict[str, Any]) -> None:
     if all(name in state for name in STATE):
         own, (_, beta2) = _batched(state), group["betas"]
         units, inputs = (own[name].flatten(2) for name in WEIGHTS[:2])
-        join_(own["exp_avg"].flatten(2), units, inputs, [own[name].flatten(2) for name in AVERAGES])
         before, age = max(1, int(state["step"]) - 1), max(1, age_of(state) - 1)
         share = (1 - beta2**before) / (1 - group["mean_beta"] ** age)
+        averages = [own[name].flatten(2) for name in AVERAGES]
         squares = [share * own[name].flatten(2) for name in SQUARES]
-        join_(own["exp_avg_sq"].flatten(2), units.square(), inputs.square(), squares)
+        for name, U, Vt, of_means in (
+            ("exp_avg", units, inputs, averages),
+            ("exp_avg_sq", units.square(), inputs.square(), squares),
+        ):
+            whole = own[name].flatten(2)  # a copy, if its channels are last
+            join_(whole, U, Vt, of_means)
+            own[name].copy_(whole.view(own[name].shape))
     for name in (*MEANS, "began"):
         state.pop(name, None)
 
