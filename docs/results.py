@@ -249,8 +249,8 @@ def products(found: Sequence[Costs], few: int = 8, many: int = 32) -> str:
             rate = (one.rows[more]["operations"] - one.rows[less]["operations"]) / seconds
             share = rate / one.machine["product_operations_per_second"]
             lines.append(
-                f"The products alone: on {one.network} matrices, {many} means instead of {few} take "
-                f"{seconds * 1e3:.0f} ms longer, {rate / 1e9:.0f} GF/s, {share:.0%} of a product."
+                f"The products alone (`--sweep means`): {many} means instead of {few} take {seconds * 1e3:.0f} ms "
+                f"longer, which is {rate / 1e9:.0f} GF/s, {share:.0%} of a product."
             )
     return "\n\n".join(lines) or "Not measured yet."
 
