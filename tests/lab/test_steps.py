@@ -124,6 +124,13 @@ def test_list_names_networks_and_optimizers():
     assert lines == [f"network    {name}" for name in NETWORKS] + [f"optimizer  {name}" for name in STEPPERS]
 
 
+def test_seconds_are_those_of_the_fused_step_times_the_ratio():
+    costs = cost(**{"AdamW, fused": 3.0, "AdamBMA": 2.0})
+    costs.rows["AdamBMA"]["seconds"] = {"median": 70.0}  # in a minute in which the machine was busy
+    assert costs.seconds("AdamBMA") == 6
+    assert cost(AdamBMA=2.0).seconds("AdamBMA") == 2
+
+
 def test_shares_of_what_the_machine_can_do():
     costs = cost(**{"AdamW, fused": 1.0, "AdamBMA": 2.0, "Anova": 4.0})
     assert costs.share_of_stream("AdamW, fused") == pytest.approx(28 / 56)
