@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 # Two workers on two cores, one thread each: more torch threads would only compete.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+# Three processes for two processors: a third of the time tests wait for other processes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
 
 .PHONY: setup test check lint wheel sanitize avx512 reproduce docs site clean
 
