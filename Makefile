@@ -2,8 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# Two workers on two cores, one thread each: more torch threads would only compete.
-# Three processes for two processors: a third of the time tests wait for other processes.
+# Three workers for two cores, since tests wait for other processes in a third of their time; one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
 
 .PHONY: setup test check lint wheel sanitize avx512 reproduce docs site clean
