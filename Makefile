@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# Three workers for two cores, since tests wait for other processes in a third of their time; one thread each.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
+# Two workers on two cores, one thread each: more torch threads would only compete.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 .PHONY: setup test check lint wheel sanitize avx512 reproduce docs site clean
 
