@@ -77,7 +77,7 @@ def test_an_example_trains(uninterrupted):
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes of torchrun in /proc")
 def test_a_run_whose_process_was_killed_ends_where_the_uninterrupted_run_ends(uninterrupted, tmp_path):
     example, folder, printed = uninterrupted
-    run = start(example, tmp_path, restarts=1)
+    run = start(example, tmp_path, "--save-every=2", restarts=1)  # early, to be in time on a busy machine
     deadline = time.monotonic() + TIMEOUT
     markers = [tmp_path / "latest", tmp_path / "latest.pt"]
     while not any(marker.exists() for marker in markers) and run.poll() is None and time.monotonic() < deadline:
