@@ -12,6 +12,7 @@ A new optimizer implements `init_state`, `read` and `write`, and checks its opti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, overload
 
@@ -73,7 +74,7 @@ class BaseOptimizer(Optimizer):
         raise NotImplementedError
 
     def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
-        """Raise if no step can use an option, and with `ranges` if it is out of range: torch's schedules exceed them."""
+        """Raise if no step can use an option; with `ranges` also if it is out of range, as schedules may leave it."""
         owner = type(self).__name__
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -96,12 +97,8 @@ class BaseOptimizer(Optimizer):
         """A copy of a loaded tensor, with the dtype, device and placement that a step expects."""
         if name in self.counters:
             return value.detach().to("cpu", torch.float32, copy=True)
-        value = sharding.placed_like(param, value.detach(), self.sharded_dims(name, value.ndim))
+        value = sharding.placed_like(param, value.detach(), range(value.ndim))
         return value.to(param.device, arithmetic(param.dtype), copy=True)
-
-    def sharded_dims(self, name: str, ndim: int) -> list[int]:
-        """The dims along which a state tensor is sharded if its parameter is."""
-        return list(range(ndim))
 
     # ---------------------------------------------------------------- the step
 
@@ -120,7 +117,10 @@ class BaseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step()
+        with ExitStack() as stack:
+            for device in {group["params"][0].device.type for group in self.param_groups if group["params"]}:
+                stack.enter_context(torch.autocast(device, enabled=False))  # products keep their precision
+            self._step()
         return loss
 
     @_disable_dynamo
@@ -151,7 +151,7 @@ class BaseOptimizer(Optimizer):
         self.write(steps)
 
     def _reduce(self, steps: list[GroupStep], failure: Exception | None, processes: list[Any]) -> bool:
-        """Complete the sums of all groups over processes. Returns whether another one has a gradient that is not finite.
+        """Complete the sums of all groups over processes. Returns whether one of them has a bad gradient to skip.
 
         Raises on all processes if one has failed, or lacks a gradient that others have.
         """

@@ -175,6 +175,7 @@ class Contract(NamedTuple):
     """What processes have agreed to exchange in every step: buffers must have the same sizes everywhere."""
 
     shapes: list[tuple[torch.Size, tuple[ProcessGroup, ...]]]
+    dtype: torch.dtype
     num_flags: int
 
 
@@ -209,7 +210,8 @@ class Exchange:
             groups: the process groups of all parameters.
             fingerprint: returns what has to be the same everywhere; asked for in a handshake only.
         """
-        wanted = Contract([(one.value.shape, one.groups) for one in sums], len(flags))
+        dtype = functools.reduce(torch.promote_types, [one.value.dtype for one in sums], torch.float32)
+        wanted = Contract([(one.value.shape, one.groups) for one in sums], dtype, len(flags))
         while True:
             if self._agreed is None:
                 self._handshake(wanted, failure, groups, fingerprint)
@@ -219,8 +221,8 @@ class Exchange:
             if failure is not None or changed:
                 own = [Sum(torch.zeros(shape, device="cpu"), over) for shape, over in agreed.shapes]
                 raised = [False] * agreed.num_flags
-            control = torch.tensor([failure is not None, changed, True, *raised], dtype=torch.float64, device="cpu")
-            reduce([Sum(control, tuple(groups)), *own])
+            control = torch.tensor([failure is not None, changed, True, *raised], dtype=agreed.dtype, device="cpu")
+            reduce([Sum(control, tuple(groups)), *own], agreed.dtype)
             failed, others, everyone, *counts = control.tolist()
             if failed:
                 raise failure or RuntimeError(FAILED)
@@ -241,7 +243,7 @@ class Exchange:
         same, known = failure is None, fingerprint() if failure is None else None
         for group in groups:
             shapes = [tuple(shape) for shape, over in wanted.shapes if group in over]
-            digest = hashlib.sha256(repr((known, wanted.num_flags, shapes)).encode()).digest()[:6]
+            digest = hashlib.sha256(repr((known, wanted.dtype, wanted.num_flags, shapes)).encode()).digest()[:6]
             numbers = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device="cpu")
             numbers[dist.get_rank(group)] = float(int.from_bytes(digest, "big")) if same else torch.nan
             reduce([Sum(numbers, (group,))])
