@@ -405,11 +405,6 @@ class DenseAnova:
             beta = beta2 if i == 3 else self.mean_beta
             self.v[i] = beta * self.v[i] + (1 - beta) * mean_square(i, x)
             root = np.sqrt(self.v[i] / (1 - beta**self.t)) + self.eps + noise[i]
-            w = np.array([(1 - beta1) * beta1**j for j in range(self.t)]) / (1 - beta1**self.t)
-            u = np.array([(1 - beta) * beta**j for j in range(self.t)]) / (1 - beta**self.t)
-            longest = np.sqrt((w**2 / u).sum())  # Σ w g ≤ √(Σ w²/u) √(Σ u g²)
-            if i < 3:
-                root = np.maximum(root, np.sqrt(mean_square(i, y)) / longest)
             steps.append(y / root)
         K, R, L, E = steps
         delta = U @ K @ V.T + R @ V.T + U @ L + E
@@ -423,3 +418,10 @@ class DenseAnova:
             self.v[1] = self.v[1] @ turn_V
             self.v[2] = turn_U.T @ self.v[2]
             self.X, self.Y = self.U @ self.U.T @ self.X, self.V @ self.V.T @ self.Y
+            U, V = self.U, self.V
+            for i, y in enumerate(coordinates(self.split(self.m / (1 - beta1**self.t)))):
+                beta = beta2 if i == 3 else self.mean_beta
+                w = np.array([(1 - beta1) * beta1**j for j in range(self.t)]) / (1 - beta1**self.t)
+                u = np.array([(1 - beta) * beta**j for j in range(self.t)]) / (1 - beta**self.t)
+                bound = (w**2 / u).sum()  # (Σ w g)² ≤ (Σ w²/u) (Σ u g²)
+                self.v[i] = np.maximum(self.v[i], (1 - beta**self.t) * mean_square(i, y) / bound)

@@ -63,13 +63,16 @@ from blockmean.optim.decomposition import (
     Places,
     Products,
     Reduce,
+    Squares,
+    Sums,
+    adopt_average_,
     average_,
-    complete,
     precondition,
     project,
     refresh_,
     sketch,
     start_,
+    sums_of,
     update_,
 )
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
@@ -226,17 +229,18 @@ class Anova(BaseOptimizer):
         for i, state in states.items():
             has_means = means_of(params[i].shape, group["means"]) != (0, 0)
             wanted[i] = ("exp_avg",) if has_means else ("exp_avg", "exp_avg_sq")
-            if "unit_basis" in state:
-                self._require_means(params[i], group, state, shown_names(current)[i])
+            self._require_means({**group, "params": current["params"]}, i, params[i], state)
         require_state(current, states, wanted, owner)
 
-    def _require_means(self, param: Tensor, group: dict[str, Any], state: State, name: str) -> None:
-        """Raise unless a state has as many means as the options say."""
+    def _require_means(self, group: dict[str, Any], i: int, param: Tensor, state: State) -> None:
+        """Raise if a state has means, and not as many as the options say."""
+        if "unit_basis" not in state:
+            return
         kept = state["unit_basis"].shape[-1], state["input_basis"].shape[0]
         asked = means_of(param.shape, group["means"])
         if kept != asked:
             raise ValueError(
-                f"{name} has {kept[0]} means over units and {kept[1]} over inputs, and means={group['means']!r} asks "
+                f"{shown_names(group)[i]} has {kept[0]} means over units and {kept[1]} over inputs, and means={group['means']!r} asks "
                 f"for {asked[0]} and {asked[1]}. Construct {type(self).__name__} anew to change them."
             )
 
@@ -251,6 +255,8 @@ class Anova(BaseOptimizer):
     def read(self, step: GroupStep) -> None:
         """Pass 1: thin products of every matrix, squared lengths of all other gradients."""
         self._check_decays(step.group)  # set by hand, perhaps, or by a schedule
+        for i, state in step.states.items():
+            self._require_means(step.group, i, step.params[i], state)
         matrices = [i for i in step.grads if means_of(step.params[i].shape, step.group["means"]) != (0, 0)]
         plain = [i for i in step.grads if i not in matrices]
         batches = self._batches(step, matrices)
@@ -259,7 +265,7 @@ class Anova(BaseOptimizer):
         grads = [step.grads[i] for i in plain]
         lengths = [torch.linalg.vector_norm(grad, dtype=arithmetic(grad.dtype)).square() for grad in grads]
         step.evidence = [*(batch.products.total for batch in batches), *lengths]
-        step.sums = sums_of(step, batches)
+        step.sums = sharded_sums(step, batches)
         step.work = plain, batches
 
     def write(self, steps: list[GroupStep]) -> None:
@@ -272,16 +278,16 @@ class Anova(BaseOptimizer):
             self._start(starting)
         for batch in batches:
             average_(batch.means, batch.products, batch.numbers.beta1)
-        found = [sketch(batch.G, batch.means, batch.products) for batch in batches]
-        complete(found, reduce)
+        found = [sketch(batch.G, batch.means.U, batch.means.V, batch.products) for batch in batches]
+        reduce(sums_of(found))
         for batch, sketches in zip(batches, found, strict=True):
             direction = precondition(batch.means, batch.products, sketches, batch.shape, batch.numbers)
             update_(batch.params, batch.M, batch.G, direction, batch.numbers)
             batch.means.X.lerp_(sketches.X, 1 - FORGET)
             batch.means.Y.lerp_(sketches.Y, 1 - FORGET)
         if due := [batch for batch in batches if batch.numbers.refreshes]:
-            parts = [b.M for b in due], [b.means for b in due], [b.places for b in due]
-            refresh_(*parts, reducer(due))
+            columns = zip(*((b.M, b.means, b.places, b.shape, b.numbers) for b in due), strict=True)
+            refresh_(*columns, reducer(due))
         for batch in batches:
             batch.store()
 
@@ -328,7 +334,6 @@ class Anova(BaseOptimizer):
                 )
             if "unit_basis" not in state:
                 step.states[i] = state = self._with_means(param, step.group, state)
-            self._require_means(param, step.group, state, shown_names(step.group)[i])
             steps = int(state["step"]) + 1
             kind = (
                 param.shape,
@@ -344,17 +349,24 @@ class Anova(BaseOptimizer):
     def _start(self, batches: list[Batch]) -> None:
         """Let means start in this step, unless a gradient is zero: nothing can be learned from it."""
         reduce = reducer(batches)
+        G, M, means, places, shapes, numbers = zip(
+            *((b.G, b.M, b.means, b.places, b.shape, b.numbers) for b in batches), strict=True
+        )
+        start_(G, means, places, reduce)
+        products, of_average = ([project(A, own.U, own.V) for A, own in zip(As, means, strict=True)] for As in (G, M))
         squares = [batch.adamw_squares() for batch in batches]
-        reduce(inputs=squares)
-        parts = [b.G for b in batches], [b.M for b in batches], [b.means for b in batches], [b.places for b in batches]
-        products = start_(*parts, reduce)
+        sums = sums_of([*products, *of_average])
+        sums["inputs"] += squares
+        reduce(sums)
         for batch, found, rows in zip(batches, products, squares, strict=True):
             batch.products = found
-            batch.means.v_E.copy_(rows / batch.shape[1])
+            batch.means.squares.E.copy_(rows / batch.shape[1])
             for state, total in zip(batch.states, found.total.tolist(), strict=True):
                 state.pop("exp_avg_sq", None)
                 if total == 0:
                     state["means_start_step"].fill_(batch.numbers.step)
+        if any(one.step > 1 for one in numbers):
+            adopt_average_(M, of_average, means, shapes, numbers, reduce)
 
     @torch.no_grad()
     def block_statistics(self) -> list[MeanStatistics]:
@@ -432,13 +444,14 @@ class Batch:
         s = self.stacked
         V, Y, UM = (s[name].flatten(2) for name in INPUT_STATE)
         U, X, MV, v_E = (s[name] for name in UNIT_STATE)
-        return Means(U, V.mT, X, Y.mT, s["grand_avg"], MV, UM, s["grand_sq"], s["unit_sq"], s["input_sq"], v_E)
+        squares = Squares(s["grand_sq"], s["unit_sq"], s["input_sq"], v_E)
+        return Means(U, V.mT, X, Y.mT, s["grand_avg"], MV, UM, squares)
 
     def adamw_squares(self) -> Tensor:
         """Sums over inputs of AdamW's second moments, where it has trained so far; else 0, (n, O)."""
         kept = [state.get("exp_avg_sq") for state in self.states]
         rows = [None if x is None else local(x).flatten(1).sum(1) for x in kept]
-        return torch.stack([self.means.v_E.new_zeros(self.G.shape[1]) if x is None else x for x in rows])
+        return torch.stack([self.G.new_zeros(self.G.shape[1]) if x is None else x for x in rows])
 
     def store(self) -> None:
         """Write state back where it was stacked, and count the step."""
@@ -466,19 +479,18 @@ def places_of(param: Tensor) -> Places:
 def reducer(batches: Sequence[Batch]) -> Reduce:
     """The callable that completes sums over the processes that share these matrices."""
 
-    def reduce(**sums: Sequence[Tensor]) -> None:
-        sharding.reduce(
-            [
-                Sum(value, getattr(batches[i % len(batches)].sides, side))
-                for side, values in sums.items()
-                for i, value in enumerate(values)
-            ]
-        )
+    def reduce(sums: Sums) -> None:
+        found = [
+            Sum(value, getattr(batches[i % len(batches)].sides, side))
+            for side, values in sums.items()
+            for i, value in enumerate(values)
+        ]
+        sharding.reduce(found)
 
     return reduce
 
 
-def sums_of(step: GroupStep, batches: Sequence[Batch]) -> list[Sum]:
+def sharded_sums(step: GroupStep, batches: Sequence[Batch]) -> list[Sum]:
     """The products of every sharded matrix of a group, in order; zeros for those without a gradient."""
     found = {i: (batch, j) for batch in batches for j, i in enumerate(batch.indices)}
     sums = []

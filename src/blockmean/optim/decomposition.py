@@ -24,8 +24,20 @@ FACTOR = 2.0
 FORGET = 0.95
 """ρ: decay of the averages that U and V follow."""
 
-Reduce = Callable[..., None]
-"""Completes sums in place: reduce(units=…, inputs=…, both=…), lists of tensors, one for each batch of matrices."""
+Sums = dict[str, list[Tensor]]
+"""Sums over the "units", the "inputs" or "both": for each tensor of a kind, one for every batch of matrices."""
+
+Reduce = Callable[[Sums], None]
+"""Completes sums in place, where other processes have some of the rows or columns."""
+
+
+class Squares(NamedTuple):
+    """Mean squares of the blocks of a matrix, or averages of them."""
+
+    K: Tensor  # (n, k, q)
+    R: Tensor  # (n, q)
+    L: Tensor  # (n, k)
+    E: Tensor  # (n, O)
 
 
 class Means(NamedTuple):
@@ -38,15 +50,7 @@ class Means(NamedTuple):
     K: Tensor  # (n, k, q), Uᵀ M V
     MV: Tensor  # (n, O, q)
     UM: Tensor  # (n, k, I)
-    v_K: Tensor  # (n, k, q)
-    v_R: Tensor  # (n, q)
-    v_L: Tensor  # (n, k)
-    v_E: Tensor  # (n, O)
-
-    def project_(self, of_average: Products) -> None:
-        """Take over the products of the average gradient."""
-        for own, value in zip((self.MV, self.UM, self.K), of_average, strict=False):
-            own.copy_(value)
+    squares: Squares  # v_K, v_R, v_L, v_E
 
 
 class Products(NamedTuple):
@@ -62,15 +66,14 @@ class Products(NamedTuple):
 
 
 class Sketches(NamedTuple):
-    """What needs complete products: the sketches of this gradient, and sums of squares."""
+    """What needs complete products: sketches of a matrix, and the squares of its means."""
 
     X: Tensor  # (n, O, k), G (Uᵀ G)ᵀ: a sum over inputs
     Y: Tensor  # (n, I, q), Gᵀ (G V): a sum over units
     LL: Tensor  # (n, k, k), L Lᵀ: a sum over inputs
-    R: Tensor  # (2, n, q), squared columns of R and of its average: a sum over units
-    L: Tensor  # (n, k), squared rows of the average of L: a sum over inputs
+    RR: Tensor  # (n, q), squared lengths of the columns of R: a sum over units
 
-    sides = ("inputs", "units", "inputs", "units", "inputs")
+    sides = ("inputs", "units", "inputs", "units")
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,15 @@ class Numbers:
     def bias_correction1(self) -> float:
         return float(1 - self.beta1**self.step)
 
-    def root(self, v: Tensor, floor: Tensor) -> Tensor:
-        """√v̂ of means, and a floor."""
-        return v.sqrt() * (1 - self.mean_beta**self.age) ** -0.5 + floor
+    @property
+    def betas(self) -> tuple[float, float, float, float]:
+        """Of v_K, v_R, v_L and v_E."""
+        return self.mean_beta, self.mean_beta, self.mean_beta, self.beta2
+
+    @property
+    def bias_corrections(self) -> list[float]:
+        """Of v_K, v_R, v_L and v_E."""
+        return [1 - beta**age for beta, age in zip(self.betas, (self.age, self.age, self.age, self.step), strict=True)]
 
 
 # -------------------------------------------------------------------- pass 1
@@ -106,12 +115,12 @@ def project(G: Tensor, U: Tensor, V: Tensor) -> Products:
     return Products(GV, UG, U.mT @ GV, rows, rows.sum(-1))
 
 
-def complete(found: Sequence[Products] | Sequence[Sketches], reduce: Reduce) -> None:
-    """Complete these sums of every batch, each over its side."""
-    sums: dict[str, list[Tensor]] = {}
+def sums_of(found: Sequence[Products] | Sequence[Sketches]) -> Sums:
+    """These of every batch, by the side that they are sums over."""
+    sums: Sums = {}
     for i, side in enumerate(found[0].sides if found else ()):
         sums.setdefault(side, []).extend(one[i] for one in found)
-    reduce(**sums)
+    return sums
 
 
 # -------------------------------------------------------------------- between the passes
@@ -125,19 +134,18 @@ def average_(means: Means, products: Products, beta1: float) -> None:
     means.K.lerp_(products.K, weight)
 
 
-def sketch(G: Tensor, means: Means, products: Products) -> Sketches:
-    """Second products of a gradient, for complete first ones."""
-    GV, UG, K, *_ = products
-    U, V = means.U, means.V
-    L = UG - K @ V.mT
-    columns = [(GV - U @ K), means.MV - U @ means.K]
-    return Sketches(
-        X=G @ UG.mT,
-        Y=G.mT @ GV,
-        LL=L @ L.mT,
-        R=torch.stack([x.square().sum(-2) for x in columns]),
-        L=(means.UM - means.K @ V.mT).square().sum(-1),
-    )
+def sketch(A: Tensor, U: Tensor, V: Tensor, products: Products) -> Sketches:
+    """Second products of a matrix, for complete first ones."""
+    AV, UA, K, *_ = products
+    L = UA - K @ V.mT
+    return Sketches(A @ UA.mT, A.mT @ AV, L @ L.mT, (AV - U @ K).square().sum(-2))
+
+
+def mean_squares(U: Tensor, products: Products, found: Sketches, shape: tuple[int, int]) -> Squares:
+    """The mean square of every block: entries of K, columns of R, rows of L and of E."""
+    units, inputs = shape
+    rows = remainder_rows(U, products, found)
+    return Squares(products.K.square(), found.RR / units, found.LL.diagonal(dim1=-2, dim2=-1) / inputs, rows / inputs)
 
 
 def remainder_rows(U: Tensor, products: Products, found: Sketches) -> Tensor:
@@ -157,24 +165,19 @@ def precondition(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Update second moments; the step as a diagonal and a product of low rank, δ = diag(d) M + left · right."""
     U, V, (O, I) = means.U, means.V, shape
-    weight = 1 - numbers.mean_beta
-    means.v_K.lerp_(products.K.square(), weight)
-    means.v_R.lerp_(found.R[0] / O, weight)
-    means.v_L.lerp_(found.LL.diagonal(dim1=-2, dim2=-1) / I, weight)
-    means.v_E.lerp_(remainder_rows(U, products, found) / I, 1 - numbers.beta2)
+    squares = mean_squares(U, products, found, shape)
+    for v, square, beta in zip(means.squares, squares, numbers.betas, strict=True):
+        v.lerp_(square, 1 - beta)
 
     # What is zero but for rounding must not take a full step, and 0 / 0 is 0.
     smallest = torch.finfo(U.dtype).tiny ** 0.5
     noise = (NOISE * products.total.sqrt())[:, None]
-    K_, R_, L_, E_ = (
-        (noise * scale + numbers.eps).clamp(min=smallest) for scale in (1.0, O**-0.5, I**-0.5, (O * I) ** -0.5)
+    scales = 1.0, O**-0.5, I**-0.5, (O * I) ** -0.5
+    floors = [(noise * scale + numbers.eps).clamp(min=smallest) for scale in scales]
+    root_K, root_R, root_L, root_E = (
+        (v / correction).sqrt() + (floor[..., None] if v.ndim > floor.ndim else floor)
+        for v, correction, floor in zip(means.squares, numbers.bias_corrections, floors, strict=True)
     )
-    # When U and V turn, second moments know little of the new coordinates: only the bound keeps steps short.
-    bound = adam_bound(numbers.beta1, numbers.mean_beta, numbers.age) * numbers.bias_correction1
-    root_K = numbers.root(means.v_K, K_[..., None]).maximum(means.K.abs() / bound)
-    root_R = numbers.root(means.v_R, R_).maximum((found.R[1] / O).sqrt() / bound)
-    root_L = numbers.root(means.v_L, L_).maximum((found.L / I).sqrt() / bound)
-    root_E = means.v_E.sqrt() * (1 - numbers.beta2**numbers.step) ** -0.5 + E_
 
     R, L = means.MV - U @ means.K, means.UM - means.K @ V.mT
     d = root_E.reciprocal().unsqueeze(-1)
@@ -221,58 +224,81 @@ class Place(NamedTuple):
 Places = tuple[Place, Place]
 
 
-def start_(
-    gradients: Sequence[Tensor],
-    averages: Sequence[Tensor],
-    means: Sequence[Means],
-    places: Sequence[Places],
-    reduce: Reduce,
-) -> list[Products]:
-    """U and V become cosines, the first of which is the plain mean, and take two iterations on the first gradient.
-
-    Returns its products, complete. The average gradient may be older than the means.
-    """
-    count, bases = len(means), _cosines(gradients, means, places, reduce)
+def start_(gradients: Sequence[Tensor], means: Sequence[Means], places: Sequence[Places], reduce: Reduce) -> None:
+    """U and V become cosines, the first of which is the plain mean, and take two iterations on the first gradient."""
+    count, sides = len(means), _sides([(G, G.mT) for G in gradients])
+    alive = _alive(gradients, places)
+    reduce({"both": alive})
+    bases = _cosines(alive, means, places)
     for _ in range(2):
-        thin = [A.mT @ W for A, W in zip(_both_sides(gradients), bases, strict=True)]
-        _reduce_sides(reduce, thin)
-        found = [A @ x for A, x in zip(_both_sides(gradients), thin, strict=True)]
-        _reduce_sides(reduce, found, crosswise=True)
-        bases = orthonormalized(found, bases, bases, lambda sums: _reduce_sides(reduce, sums))
+        thin = [A.mT @ W for A, W in zip(sides, bases, strict=True)]
+        reduce(_by_side(thin))
+        found = [A @ x for A, x in zip(sides, thin, strict=True)]
+        reduce(_by_side(found[count:] + found[:count]))
+        bases = orthonormalized(found, bases, bases, lambda sums: reduce(_by_side(sums)))
     for own, U, V in zip(means, bases[:count], bases[count:], strict=True):
         own.U.copy_(U)
         own.V.copy_(V)
-    products = [project(A, *own[:2]) for A, own in zip([*gradients, *averages], [*means, *means], strict=True)]
-    complete(products, reduce)
-    for own, of_average in zip(means, products[count:], strict=True):
-        own.project_(of_average)
-    return products[:count]
 
 
-def refresh_(averages: Sequence[Tensor], means: Sequence[Means], places: Sequence[Places], reduce: Reduce) -> None:
+def refresh_(
+    averages: Sequence[Tensor],
+    means: Sequence[Means],
+    places: Sequence[Places],
+    shapes: Sequence[tuple[int, int]],
+    numbers: Sequence[Numbers],
+    reduce: Reduce,
+) -> None:
     """U and V turn to what they follow; the average gradient is projected anew, and second moments follow roughly."""
     count, sketches, bases = len(means), _sides([(m.X, m.Y) for m in means]), _sides([(m.U, m.V) for m in means])
-    lengths = [W.square().sum(-2, keepdim=True) for W in bases]
-    _reduce_sides(reduce, lengths)
+    lengths, alive = [W.square().sum(-2, keepdim=True) for W in bases], _alive(averages, places)
+    reduce({"both": alive, **_by_side(lengths)})
     # Columns are zero if fewer rows than columns had a gradient at the start: cosines over those that have one now.
-    waves = _cosines(averages, means, places, reduce)
+    waves = _cosines(alive, means, places)
     revived = [W + wave * (length == 0) for W, wave, length in zip(bases, waves, lengths, strict=True)]
-    new = orthonormalized(sketches, revived, bases, lambda sums: _reduce_sides(reduce, sums))
+    new = orthonormalized(sketches, revived, bases, lambda sums: reduce(_by_side(sums)))
     turns = [W.mT @ N for W, N in zip(bases, new, strict=True)]
     kept = [N.mT @ S for N, S in zip(new, sketches, strict=True)]
     products = [project(M, U, V) for M, U, V in zip(averages, new[:count], new[count:], strict=True)]
-    _reduce_sides(reduce, turns, kept)
-    complete(products, reduce)
-    for i, (own, of_average) in enumerate(zip(means, products, strict=True)):
+    sums = sums_of(products)
+    for side, values in (*_by_side(turns).items(), *_by_side(kept).items()):
+        sums[side] += values
+    reduce(sums)
+    for i, own in enumerate(means):
         by_U, by_V = turns[i].square(), turns[count + i].square()
-        own.v_K.copy_(by_U.mT @ own.v_K @ by_V)
-        own.v_R.copy_((own.v_R.unsqueeze(-2) @ by_V).squeeze(-2))
-        own.v_L.copy_((own.v_L.unsqueeze(-2) @ by_U).squeeze(-2))
+        v_K, v_R, v_L, _ = own.squares
+        v_K.copy_(by_U.mT @ v_K @ by_V)
+        v_R.copy_((v_R.unsqueeze(-2) @ by_V).squeeze(-2))
+        v_L.copy_((v_L.unsqueeze(-2) @ by_U).squeeze(-2))
         own.U.copy_(new[i])
         own.V.copy_(new[count + i])
         own.X.copy_(new[i] @ kept[i])
         own.Y.copy_(new[count + i] @ kept[count + i])
-        own.project_(of_average)
+    adopt_average_(averages, products, means, shapes, numbers, reduce)
+
+
+def adopt_average_(
+    averages: Sequence[Tensor],
+    products: Sequence[Products],
+    means: Sequence[Means],
+    shapes: Sequence[tuple[int, int]],
+    numbers: Sequence[Numbers],
+    reduce: Reduce,
+) -> None:
+    """Take over the products of the average gradient in new coordinates, and bound the steps that follow from it.
+
+    In fixed coordinates |m̂| ≤ b √v̂ for every average, by Cauchy and Schwarz. After a turn second moments know little of
+    the new coordinates; they are raised until it holds again, and then it does until the next turn.
+    """
+    found = [sketch(M, own.U, own.V, p) for M, own, p in zip(averages, means, products, strict=True)]
+    reduce(sums_of(found))
+    for own, p, s, shape, n in zip(means, products, found, shapes, numbers, strict=True):
+        own.MV.copy_(p.GV)
+        own.UM.copy_(p.UG)
+        own.K.copy_(p.K)
+        least = mean_squares(own.U, p, s, shape)
+        for v, square, beta, correction in zip(own.squares, least, n.betas, n.bias_corrections, strict=True):
+            v.copy_(v.maximum(square * (correction / (adam_bound(n.beta1, beta, n.step) * n.bias_correction1) ** 2)))
 
 
 def _sides(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -280,23 +306,18 @@ def _sides(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [unit for unit, _ in pairs] + [inputs for _, inputs in pairs]
 
 
-def _both_sides(matrices: Sequence[Tensor]) -> list[Tensor]:
-    return _sides([(G, G.mT) for G in matrices])
+def _by_side(values: list[Tensor]) -> Sums:
+    """Sums over units, then sums over inputs, of all matrices."""
+    return {"units": values[: len(values) // 2], "inputs": values[len(values) // 2 :]}
 
 
-def _reduce_sides(reduce: Reduce, *lists: list[Tensor], crosswise: bool = False) -> None:
-    """Complete sums over units of the first half of each list and over inputs of the second, or crosswise."""
-    halves = [(x[: len(x) // 2], x[len(x) // 2 :]) for x in lists]
-    units, inputs = ([one for half in halves for one in half[side]] for side in ((1, 0) if crosswise else (0, 1)))
-    reduce(units=units, inputs=inputs)
+def _alive(matrices: Sequence[Tensor], places: Sequence[Places]) -> list[Tensor]:
+    """Which rows, then which columns, of every matrix are not zero: sums over both."""
+    return _sides([(rows.alive(A), columns.alive(A.mT)) for A, (rows, columns) in zip(matrices, places, strict=True)])
 
 
-def _cosines(
-    matrices: Sequence[Tensor], means: Sequence[Means], places: Sequence[Places], reduce: Reduce
-) -> list[Tensor]:
-    """Cosines over the rows of every matrix that are not zero, then over its columns."""
-    alive = _sides([(rows.alive(A), columns.alive(A.mT)) for A, (rows, columns) in zip(matrices, places, strict=True)])
-    reduce(both=alive)
+def _cosines(alive: Sequence[Tensor], means: Sequence[Means], places: Sequence[Places]) -> list[Tensor]:
+    """Cosines over the rows that are alive, then over the columns, of every matrix."""
     bases, own = (
         _sides([(m.U, m.V) for m in means]),
         [*(rows for rows, _ in places), *(columns for _, columns in places)],
