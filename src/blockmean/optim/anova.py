@@ -32,9 +32,7 @@ With k = 1, U = 1/√O and V = 1/√I this is the textbook analysis, and the mea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,18 +53,10 @@ from blockmean.optim.base import (
     require_state,
     shown_names,
 )
+from blockmean.optim.batches import MEANS, Batch, batches_of, mean_state, means_of, reducer, sharded_dims, sharded_sums
 from blockmean.optim.decomposition import (
-    FORGET,
-    Means,
-    Numbers,
-    Place,
-    Places,
-    Products,
-    Reduce,
-    Squares,
-    Sums,
     adopt_average_,
-    average_,
+    choose_factor_,
     precondition,
     project,
     refresh_,
@@ -74,21 +64,10 @@ from blockmean.optim.decomposition import (
     start_,
     sums_of,
     update_,
+    update_moments_,
 )
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
-from blockmean.optim.sharding import Sides, Sum, local
-
-NARROW, MOST = 4, 32
-"""means="auto": twice the root of the shorter side of a matrix, up to 32; none for sides shorter than 4."""
-
-SMALL = 2**14
-"""Entries up to which equal matrices are stacked on a CPU: larger ones do not gain from it."""
-
-# State of the means, in the order of `Means`; V, Y and UM have the dims of their parameter behind the first.
-UNIT_STATE = ("unit_basis", "unit_sketch", "unit_avg", "rest_sq")  # U, X, MV, v_E: one row per unit
-INPUT_STATE = ("input_basis", "input_sketch", "input_avg")  # Vᵀ, Yᵀ, UM: one column per input
-SMALL_STATE = ("grand_avg", "grand_sq", "unit_sq", "input_sq")  # K, v_K, v_R, v_L
-MEANS = (*UNIT_STATE, *INPUT_STATE, *SMALL_STATE)
+from blockmean.optim.sharding import Sum, local
 
 
 class Anova(BaseOptimizer):
@@ -200,22 +179,11 @@ class Anova(BaseOptimizer):
         return self._with_means(param, group, state | {"exp_avg": average})
 
     def _with_means(self, param: Tensor, group: dict[str, Any], state: State) -> State:
-        """The state of a matrix whose means start in its next step; what else AdamW has kept is dropped."""
-        own, (k, q) = local(param), means_of(param.shape, group["means"])
-        rows, columns = own.shape[:1], own.shape[1:]
-        shapes = {
-            **dict(zip(UNIT_STATE, ((*rows, k), (*rows, k), (*rows, q), rows), strict=True)),
-            **dict(zip(INPUT_STATE, ((q, *columns), (q, *columns), (k, *columns)), strict=True)),
-            **dict(zip(SMALL_STATE, ((k, q), (k, q), (q,), (k,)), strict=True)),
-        }
-        zeros = {name: own.new_zeros(shape, dtype=arithmetic(own.dtype)) for name, shape in shapes.items()}
+        """The state of a matrix whose means start in its next step. AdamW may have trained it so far."""
         average = sharding.like(param, local(state["exp_avg"]).contiguous(), range(param.ndim))
-        return {
-            "step": state["step"],
-            "exp_avg": average,
-            "means_start_step": state["step"].detach().clone().to("cpu", torch.float32),
-            **{name: sharding.like(param, x, sharded_dims(name, x.ndim)) for name, x in zeros.items()},
-        }
+        began = state["step"].detach().to("cpu", torch.float32, copy=True)
+        means = mean_state(param, *means_of(param.shape, group["means"]))
+        return {**state, "exp_avg": average, "means_start_step": began, **means}
 
     def check_state(self, number: int, group: dict[str, Any], states: Mapping[int, State]) -> None:
         current, owner = self.param_groups[number], type(self).__name__
@@ -240,8 +208,9 @@ class Anova(BaseOptimizer):
         asked = means_of(param.shape, group["means"])
         if kept != asked:
             raise ValueError(
-                f"{shown_names(group)[i]} has {kept[0]} means over units and {kept[1]} over inputs, and means={group['means']!r} asks "
-                f"for {asked[0]} and {asked[1]}. Construct {type(self).__name__} anew to change them."
+                f"{shown_names(group)[i]} has {kept[0]} means over units and {kept[1]} over inputs, and "
+                f"means={group['means']!r} asks for {asked[0]} and {asked[1]}. Construct {type(self).__name__} anew to "
+                "change them."
             )
 
     def adopt(self, param: Tensor, name: str, value: Tensor) -> Tensor:
@@ -254,16 +223,19 @@ class Anova(BaseOptimizer):
 
     def read(self, step: GroupStep) -> None:
         """Pass 1: thin products of every matrix, squared lengths of all other gradients."""
-        self._check_decays(step.group)  # set by hand, perhaps, or by a schedule
-        for i, state in step.states.items():
-            self._require_means(step.group, i, step.params[i], state)
-        matrices = [i for i in step.grads if means_of(step.params[i].shape, step.group["means"]) != (0, 0)]
+        group, params = step.group, step.params
+        self._check_decays(group)  # set by hand, perhaps, or by a schedule
+        matrices = [i for i in step.grads if means_of(params[i].shape, group["means"]) != (0, 0)]
         plain = [i for i in step.grads if i not in matrices]
-        batches = self._batches(step, matrices)
+        for i, state in step.states.items():
+            self._require_means(group, i, params[i], state)
+            if i in matrices and "unit_basis" not in state:
+                step.states[i] = self._with_means(params[i], group, state)
+        batches = batches_of(step, matrices)
         for batch in batches:
-            batch.products = project(batch.G, batch.means.U, batch.means.V)
-        grads = [step.grads[i] for i in plain]
-        lengths = [torch.linalg.vector_norm(grad, dtype=arithmetic(grad.dtype)).square() for grad in grads]
+            means = batch.matrices.means
+            batch.products = project(batch.matrices.G, means.U, means.V)
+        lengths = [torch.linalg.vector_norm(step.grads[i], dtype=arithmetic(params[i].dtype)).square() for i in plain]
         step.evidence = [*(batch.products.total for batch in batches), *lengths]
         step.sums = sharded_sums(step, batches)
         step.work = plain, batches
@@ -273,21 +245,20 @@ class Anova(BaseOptimizer):
         for step in steps:
             self._apply_adamw(step)
         batches = [batch for step in steps for batch in step.work[1]]
-        reduce = reducer(batches)
-        if starting := [batch for batch in batches if batch.numbers.age == 1]:
+        if starting := [batch for batch in batches if batch.matrices.numbers.age == 1]:
             self._start(starting)
-        for batch in batches:
-            average_(batch.means, batch.products, batch.numbers.beta1)
-        found = [sketch(batch.G, batch.means.U, batch.means.V, batch.products) for batch in batches]
-        reduce(sums_of(found))
+        found = [sketch(b.matrices.G, b.matrices.means.U, b.matrices.means.V, b.products) for b in batches]
+        reducer(batches)(sums_of(found))
         for batch, sketches in zip(batches, found, strict=True):
-            direction = precondition(batch.means, batch.products, sketches, batch.shape, batch.numbers)
-            update_(batch.params, batch.M, batch.G, direction, batch.numbers)
-            batch.means.X.lerp_(sketches.X, 1 - FORGET)
-            batch.means.Y.lerp_(sketches.Y, 1 - FORGET)
-        if due := [batch for batch in batches if batch.numbers.refreshes]:
-            columns = zip(*((b.M, b.means, b.places, b.shape, b.numbers) for b in due), strict=True)
-            refresh_(*columns, reducer(due))
+            update_moments_(batch.matrices, batch.products, sketches)
+        if starting:
+            sketches_of = dict(zip(map(id, batches), found, strict=True))
+            columns = zip(*((b.matrices, b.products, sketches_of[id(b)]) for b in starting), strict=True)
+            choose_factor_(*columns, reducer(starting))
+        for batch in batches:
+            update_(batch.params, batch.matrices, precondition(batch.matrices, batch.products))
+        if due := [batch for batch in batches if batch.matrices.numbers.refreshes]:
+            refresh_([batch.matrices for batch in due], reducer(due))
         for batch in batches:
             batch.store()
 
@@ -322,51 +293,27 @@ class Anova(BaseOptimizer):
             if param is not x:
                 param.copy_(x)
 
-    def _batches(self, step: GroupStep, matrices: Sequence[int]) -> list[Batch]:
-        """Equal matrices, at the same step, together; large ones, which do not gain from it, alone."""
-        together: dict[Any, list[int]] = {}
-        for i in matrices:
-            param, state = step.params[i], step.states[i]
-            if state["exp_avg"].shape != param.shape:
-                raise ValueError(
-                    f"{type(self).__name__} has moments of shape {tuple(state['exp_avg'].shape)} for a parameter whose "
-                    f"shape is now {tuple(param.shape)}. Construct the optimizer anew."
-                )
-            if "unit_basis" not in state:
-                step.states[i] = state = self._with_means(param, step.group, state)
-            steps = int(state["step"]) + 1
-            kind = (
-                param.shape,
-                param.dtype,
-                sharding.placement_of(param),
-                steps,
-                steps - int(state["means_start_step"]),
-            )
-            alone = i if param.device.type == "cpu" and param.numel() > SMALL else -1
-            together.setdefault((*kind, alone), []).append(i)
-        return [Batch.of(step, indices, *kind[-3:-1]) for kind, indices in together.items()]
-
     def _start(self, batches: list[Batch]) -> None:
         """Let means start in this step, unless a gradient is zero: nothing can be learned from it."""
-        reduce = reducer(batches)
-        G, M, means, places, shapes, numbers = zip(
-            *((b.G, b.M, b.means, b.places, b.shape, b.numbers) for b in batches), strict=True
-        )
-        start_(G, means, places, reduce)
-        products, of_average = ([project(A, own.U, own.V) for A, own in zip(As, means, strict=True)] for As in (G, M))
+        reduce, matrices = reducer(batches), [batch.matrices for batch in batches]
+        start_(matrices, reduce)
+        products = [project(m.G, m.means.U, m.means.V) for m in matrices]
+        products += [project(m.M, m.means.U, m.means.V) for m in matrices]
         squares = [batch.adamw_squares() for batch in batches]
-        sums = sums_of([*products, *of_average])
-        sums["inputs"] += squares
-        reduce(sums)
-        for batch, found, rows in zip(batches, products, squares, strict=True):
-            batch.products = found
-            batch.means.squares.E.copy_(rows / batch.shape[1])
-            for state, total in zip(batch.states, found.total.tolist(), strict=True):
+        totals = [rows.sum(-1) for rows in squares]
+        sums = sums_of(products)
+        reduce({**sums, "inputs": sums["inputs"] + squares, "both": sums["both"] + totals})
+        for batch, own, rows, total in zip(batches, products, squares, totals, strict=False):
+            batch.products = own
+            _, inputs = batch.matrices.shape
+            batch.matrices.means.v.E.copy_(rows / inputs)
+            batch.matrices.means.variance.copy_(total / math.prod(batch.matrices.shape))
+            for state, length in zip(batch.states, own.total.tolist(), strict=True):
                 state.pop("exp_avg_sq", None)
-                if total == 0:
-                    state["means_start_step"].fill_(batch.numbers.step)
-        if any(one.step > 1 for one in numbers):
-            adopt_average_(M, of_average, means, shapes, numbers, reduce)
+                if length == 0:
+                    state["means_start_step"].fill_(batch.matrices.numbers.step)
+        if any(m.numbers.step > 1 for m in matrices):
+            adopt_average_(matrices, products[len(batches) :], reduce)
 
     @torch.no_grad()
     def block_statistics(self) -> list[MeanStatistics]:
@@ -390,141 +337,3 @@ class Anova(BaseOptimizer):
                     found.append((number, name or f"param{i}", param, state, group))
         sharding.reduce(rests)
         return [mean_statistics(*one, float(rest.value)) for one, rest in zip(found, rests, strict=True)]
-
-
-# -------------------------------------------------------------------- batches
-
-
-@dataclass
-class Batch:
-    """Equal matrices that take a step together, as this process has them."""
-
-    indices: list[int]  # in their group
-    params: list[Tensor]
-    states: list[State]
-    stacked: dict[str, Tensor]  # their state, (n, …) each
-    G: Tensor  # (n, O, I)
-    shape: tuple[int, int]  # of the whole matrix
-    numbers: Numbers
-    sides: Sides
-    places: Places
-    products: Products = field(init=False)
-
-    @staticmethod
-    def of(step: GroupStep, indices: list[int], steps: int, age: int) -> Batch:
-        first, group = step.params[indices[0]], step.group
-        params, states = [local(step.params[i]) for i in indices], [step.states[i] for i in indices]
-        stacked = {name: _stack([local(state[name]) for state in states]) for name in ("exp_avg", *MEANS)}
-        O, I = first.shape[0], first.shape[1:].numel()
-        grads = [grad.reshape(grad.shape[0], grad.shape[1:].numel()) for grad in map(step.grads.__getitem__, indices)]
-        G = _stack(grads).to(stacked["exp_avg"].dtype)
-        betas, refreshes = group["betas"], age % group["refresh_every"] == 0
-        numbers = Numbers(
-            *betas, group["mean_beta"], float(group["lr"]), group["weight_decay"], group["eps"], steps, age, refreshes
-        )
-        places = places_of(first)
-        return Batch(
-            indices,
-            params,
-            states,
-            stacked,
-            -G if group["maximize"] else G,
-            (O, I),
-            numbers,
-            sharding.sides_of(first),
-            places,
-        )
-
-    @cached_property
-    def M(self) -> Tensor:
-        return self.stacked["exp_avg"].view(self.G.shape)
-
-    @cached_property
-    def means(self) -> Means:
-        s = self.stacked
-        V, Y, UM = (s[name].flatten(2) for name in INPUT_STATE)
-        U, X, MV, v_E = (s[name] for name in UNIT_STATE)
-        squares = Squares(s["grand_sq"], s["unit_sq"], s["input_sq"], v_E)
-        return Means(U, V.mT, X, Y.mT, s["grand_avg"], MV, UM, squares)
-
-    def adamw_squares(self) -> Tensor:
-        """Sums over inputs of AdamW's second moments, where it has trained so far; else 0, (n, O)."""
-        kept = [state.get("exp_avg_sq") for state in self.states]
-        rows = [None if x is None else local(x).flatten(1).sum(1) for x in kept]
-        return torch.stack([self.G.new_zeros(self.G.shape[1]) if x is None else x for x in rows])
-
-    def store(self) -> None:
-        """Write state back where it was stacked, and count the step."""
-        torch._foreach_add_([state["step"] for state in self.states], 1)
-        if len(self.states) > 1:
-            for name, values in self.stacked.items():
-                torch._foreach_copy_([local(state[name]) for state in self.states], list(values.unbind()))
-
-
-def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    """A view of one tensor, or a copy of several."""
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
-
-
-def places_of(param: Tensor) -> Places:
-    """Which units and inputs of a matrix this process has."""
-    box = sharding.box_of(param)
-    if box is None:
-        return Place(), Place()
-    device, inputs = param.device, param.shape[1:].numel()
-    columns = torch.arange(inputs, device=device).view(param.shape[1:])[tuple(slice(*span) for span in box[1:])]
-    return Place(torch.arange(*box[0], device=device), param.shape[0]), Place(columns.flatten(), inputs)
-
-
-def reducer(batches: Sequence[Batch]) -> Reduce:
-    """The callable that completes sums over the processes that share these matrices."""
-
-    def reduce(sums: Sums) -> None:
-        found = [
-            Sum(value, getattr(batches[i % len(batches)].sides, side))
-            for side, values in sums.items()
-            for i, value in enumerate(values)
-        ]
-        sharding.reduce(found)
-
-    return reduce
-
-
-def sharded_sums(step: GroupStep, batches: Sequence[Batch]) -> list[Sum]:
-    """The products of every sharded matrix of a group, in order; zeros for those without a gradient."""
-    found = {i: (batch, j) for batch in batches for j, i in enumerate(batch.indices)}
-    sums = []
-    for i, param in enumerate(step.params):
-        k, q = means_of(param.shape, step.group["means"])
-        if not sharding.is_distributed(param) or (k, q) == (0, 0):
-            continue
-        if i in found:
-            batch, j = found[i]
-            products = Products(*(x[j] for x in batch.products))
-        else:
-            (rows, *columns), dtype = local(param).shape, arithmetic(param.dtype)
-            shapes = (rows, q), (k, math.prod(columns)), (k, q), (rows,), ()
-            products = Products(*(torch.zeros(shape, dtype=dtype, device=param.device) for shape in shapes))
-        sides = sharding.sides_of(param)
-        sums += [Sum(value, getattr(sides, side)) for value, side in zip(products, Products.sides, strict=True)]
-    return sums
-
-
-def sharded_dims(name: str, ndim: int) -> list[int]:
-    """The dims along which the state of means is sharded if its parameter is."""
-    return [0] if name in UNIT_STATE else list(range(1, ndim)) if name in INPUT_STATE else []
-
-
-def means_of(shape: Sequence[int], means: int | Sequence[int] | str) -> tuple[int, int]:
-    """The number of means over the units and over the inputs of a tensor; (0, 0) if it is too narrow for any."""
-    if len(shape) < 2:
-        return 0, 0
-    units, inputs = shape[0], math.prod(shape[1:])
-    narrow = min(units, inputs)
-    if narrow < 2:
-        return 0, 0
-    if isinstance(means, str):
-        k = min(round(2 * narrow**0.5), MOST) if narrow >= NARROW else 0
-        return k, k
-    first, second = (means, means) if isinstance(means, int) else means
-    return min(first, units), min(second, inputs)

@@ -2,8 +2,8 @@
 
 Every tensor has a batch dim in front, for equal matrices that take a step together: G is (n, O, I), U (n, O, k),
 V (n, I, q). A process may have only some rows and columns of a matrix: then G and M are what it has of them, U, X, MV
-and v_E have its rows, V, Y and UM its columns. What is a sum over all rows or columns is completed by `reduce` between
-these functions, or inside those that take it as an argument.
+and v_E have its rows, V, Y and UM its columns. Whatever is a sum over all rows or columns is completed by `reduce`,
+which does nothing where a process has them all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from torch import Tensor
 
 from blockmean._linalg import NOISE, in_float64, orthonormalized
 
-FACTOR = 2.0
-"""c: a mean is one coordinate for many entries, so at AdamW's rates it would move less than they do under AdamW."""
-
 FORGET = 0.95
 """ρ: decay of the averages that U and V follow."""
+
+FACTORS = (0.7, 5.0)
+"""The range of c, which lifts no learning rate above `LIFT`."""
+
+LIFT = 3e-3
 
 Sums = dict[str, list[Tensor]]
 """Sums over the "units", the "inputs" or "both": for each tensor of a kind, one for every batch of matrices."""
@@ -32,46 +34,48 @@ Reduce = Callable[[Sums], None]
 
 
 class Squares(NamedTuple):
-    """Mean squares of the blocks of a matrix, or averages of them."""
+    """One number for every block of a matrix: a mean square, or an average of those."""
 
-    K: Tensor  # (n, k, q)
-    R: Tensor  # (n, q)
-    L: Tensor  # (n, k)
-    E: Tensor  # (n, O)
+    K: Tensor  # (n, k, q), for every grand mean
+    R: Tensor  # (n, q), for every column of R
+    L: Tensor  # (n, k), for every row of L
+    E: Tensor  # (n, O), for every row of E
 
 
 class Means(NamedTuple):
-    """The state of a batch of matrices besides M, in the order of the state's keys."""
+    """What a batch of matrices has learned, and M in these coordinates."""
 
     U: Tensor  # (n, O, k)
     V: Tensor  # (n, I, q), a view: the state has Vᵀ
-    X: Tensor  # (n, O, k), the sketch that U follows
-    Y: Tensor  # (n, I, q)
+    X: Tensor  # (n, O, k), which U follows
+    Y: Tensor  # (n, I, q), which V follows
     K: Tensor  # (n, k, q), Uᵀ M V
     MV: Tensor  # (n, O, q)
     UM: Tensor  # (n, k, I)
-    squares: Squares  # v_K, v_R, v_L, v_E
+    v: Squares
+    variance: Tensor  # (n,), average of the mean square of all entries of G
+    factor: Tensor  # (n,), c
 
 
 class Products(NamedTuple):
-    """What pass 1 takes from a gradient."""
+    """What pass 1 takes from a gradient, and each product's side."""
 
-    GV: Tensor  # (n, O, q), a sum over inputs
-    UG: Tensor  # (n, k, I), a sum over units
-    K: Tensor  # (n, k, q), a sum over both
-    rows: Tensor  # (n, O), squared lengths: a sum over inputs
-    total: Tensor  # (n,), of the whole matrix: a sum over both
+    GV: Tensor  # (n, O, q)
+    UG: Tensor  # (n, k, I)
+    K: Tensor  # (n, k, q)
+    rows: Tensor  # (n, O), squared lengths
+    total: Tensor  # (n,), squared length of all of it
 
     sides = ("inputs", "units", "both", "inputs", "both")
 
 
 class Sketches(NamedTuple):
-    """What needs complete products: sketches of a matrix, and the squares of its means."""
+    """What needs complete products: sketches of a matrix, and squares of its means."""
 
-    X: Tensor  # (n, O, k), G (Uᵀ G)ᵀ: a sum over inputs
-    Y: Tensor  # (n, I, q), Gᵀ (G V): a sum over units
-    LL: Tensor  # (n, k, k), L Lᵀ: a sum over inputs
-    RR: Tensor  # (n, q), squared lengths of the columns of R: a sum over units
+    X: Tensor  # (n, O, k), G (Uᵀ G)ᵀ
+    Y: Tensor  # (n, I, q), Gᵀ (G V)
+    LL: Tensor  # (n, k, k), L Lᵀ
+    RR: Tensor  # (n, q), squared lengths of the columns of R
 
     sides = ("inputs", "units", "inputs", "units")
 
@@ -95,114 +99,15 @@ class Numbers:
         return float(1 - self.beta1**self.step)
 
     @property
+    def bias_corrections(self) -> list[float]:
+        """Of v_K, v_R, v_L and v_E."""
+        of_means = 1 - self.mean_beta**self.age
+        return [of_means, of_means, of_means, 1 - self.beta2**self.step]
+
+    @property
     def betas(self) -> tuple[float, float, float, float]:
         """Of v_K, v_R, v_L and v_E."""
         return self.mean_beta, self.mean_beta, self.mean_beta, self.beta2
-
-    @property
-    def bias_corrections(self) -> list[float]:
-        """Of v_K, v_R, v_L and v_E."""
-        return [1 - beta**age for beta, age in zip(self.betas, (self.age, self.age, self.age, self.step), strict=True)]
-
-
-# -------------------------------------------------------------------- pass 1
-
-
-def project(G: Tensor, U: Tensor, V: Tensor) -> Products:
-    """The thin products of a gradient, and the squared lengths of its rows."""
-    GV, UG = G @ V, U.mT @ G
-    rows = torch.linalg.vector_norm(G, dim=-1).square()
-    return Products(GV, UG, U.mT @ GV, rows, rows.sum(-1))
-
-
-def sums_of(found: Sequence[Products] | Sequence[Sketches]) -> Sums:
-    """These of every batch, by the side that they are sums over."""
-    sums: Sums = {}
-    for i, side in enumerate(found[0].sides if found else ()):
-        sums.setdefault(side, []).extend(one[i] for one in found)
-    return sums
-
-
-# -------------------------------------------------------------------- between the passes
-
-
-def average_(means: Means, products: Products, beta1: float) -> None:
-    """MV, UM and K follow by linearity: averages of what they are for the gradient."""
-    weight = 1 - beta1
-    means.MV.lerp_(products.GV, weight)
-    means.UM.lerp_(products.UG, weight)
-    means.K.lerp_(products.K, weight)
-
-
-def sketch(A: Tensor, U: Tensor, V: Tensor, products: Products) -> Sketches:
-    """Second products of a matrix, for complete first ones."""
-    AV, UA, K, *_ = products
-    L = UA - K @ V.mT
-    return Sketches(A @ UA.mT, A.mT @ AV, L @ L.mT, (AV - U @ K).square().sum(-2))
-
-
-def mean_squares(U: Tensor, products: Products, found: Sketches, shape: tuple[int, int]) -> Squares:
-    """The mean square of every block: entries of K, columns of R, rows of L and of E."""
-    units, inputs = shape
-    rows = remainder_rows(U, products, found)
-    return Squares(products.K.square(), found.RR / units, found.LL.diagonal(dim1=-2, dim2=-1) / inputs, rows / inputs)
-
-
-def remainder_rows(U: Tensor, products: Products, found: Sketches) -> Tensor:
-    """‖E_i‖² of every row without E: ‖G_i‖² − ‖(GV)_i‖² − 2 U_i·(G Lᵀ)_i + ‖U_i L‖², (n, O).
-
-    At least the rounding error of that difference: a smaller remainder must not count as none, or its step would be
-    far too long.
-    """
-    GV, K = products.GV, products.K
-    GL = found.X - GV @ K.mT
-    rows = products.rows - GV.square().sum(-1) - 2 * (U * GL).sum(-1) + ((U @ found.LL) * U).sum(-1)
-    return rows.maximum(8 * torch.finfo(rows.dtype).eps * products.rows)
-
-
-def precondition(
-    means: Means, products: Products, found: Sketches, shape: tuple[int, int], numbers: Numbers
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Update second moments; the step as a diagonal and a product of low rank, δ = diag(d) M + left · right."""
-    U, V, (O, I) = means.U, means.V, shape
-    squares = mean_squares(U, products, found, shape)
-    for v, square, beta in zip(means.squares, squares, numbers.betas, strict=True):
-        v.lerp_(square, 1 - beta)
-
-    # What is zero but for rounding must not take a full step, and 0 / 0 is 0.
-    smallest = torch.finfo(U.dtype).tiny ** 0.5
-    noise = (NOISE * products.total.sqrt())[:, None]
-    scales = 1.0, O**-0.5, I**-0.5, (O * I) ** -0.5
-    floors = [(noise * scale + numbers.eps).clamp(min=smallest) for scale in scales]
-    root_K, root_R, root_L, root_E = (
-        (v / correction).sqrt() + (floor[..., None] if v.ndim > floor.ndim else floor)
-        for v, correction, floor in zip(means.squares, numbers.bias_corrections, floors, strict=True)
-    )
-
-    R, L = means.MV - U @ means.K, means.UM - means.K @ V.mT
-    d = root_E.reciprocal().unsqueeze(-1)
-    left = [U @ (means.K / root_K) + R / root_R.unsqueeze(-2) - d * means.MV, U / root_L.unsqueeze(-2) - d * U]
-    return d, torch.cat(left, -1), torch.cat([V.mT, L], -2)
-
-
-# -------------------------------------------------------------------- pass 2
-
-
-def update_(
-    params: Sequence[Tensor], M: Tensor, G: Tensor, direction: tuple[Tensor, Tensor, Tensor], numbers: Numbers
-) -> None:
-    """M ← average of G;  θ ← (1 − η w) θ − η c δ, rounded once to the parameters' own dtype."""
-    M.lerp_(G, 1 - numbers.beta1)
-    d, left, right = direction
-    rate, decay = FACTOR * numbers.lr / numbers.bias_correction1, 1 - numbers.lr * numbers.weight_decay
-    if len(params) == 1 and params[0].dtype == M.dtype and params[0].is_contiguous():
-        params[0].view(M.shape).baddbmm_(left, right, beta=decay, alpha=-rate).addcmul_(M, d, value=-rate)
-        return
-    for param, delta in zip(params, torch.baddbmm(M * d, left, right).unbind(), strict=True):
-        param.copy_((param.to(M.dtype) * decay).sub_(delta.view(param.shape), alpha=rate))
-
-
-# -------------------------------------------------------------------- start and refresh
 
 
 class Place(NamedTuple):
@@ -221,84 +126,201 @@ class Place(NamedTuple):
         return x if self.index is None else x.index_select(1, self.index)
 
 
-Places = tuple[Place, Place]
+class Matrices(NamedTuple):
+    """A batch of equal matrices that take a step."""
+
+    G: Tensor  # (n, O, I)
+    M: Tensor  # (n, O, I)
+    means: Means
+    shape: tuple[int, int]  # of a whole matrix
+    places: tuple[Place, Place]  # of its rows and columns
+    numbers: Numbers
 
 
-def start_(gradients: Sequence[Tensor], means: Sequence[Means], places: Sequence[Places], reduce: Reduce) -> None:
+# -------------------------------------------------------------------- pass 1
+
+
+def project(A: Tensor, U: Tensor, V: Tensor) -> Products:
+    """The thin products of a matrix, and the squared lengths of its rows."""
+    AV, UA = A @ V, U.mT @ A
+    rows = torch.linalg.vector_norm(A, dim=-1).square()
+    return Products(AV, UA, U.mT @ AV, rows, rows.sum(-1))
+
+
+def sketch(A: Tensor, U: Tensor, V: Tensor, products: Products) -> Sketches:
+    """Second products of a matrix, for complete first ones."""
+    AV, UA, K, *_ = products
+    L = UA - K @ V.mT
+    return Sketches(A @ UA.mT, A.mT @ AV, L @ L.mT, (AV - U @ K).square().sum(-2))
+
+
+def sums_of(found: Sequence[Products] | Sequence[Sketches]) -> Sums:
+    """These of every batch, by the side that they are sums over."""
+    sums: Sums = {}
+    for i, side in enumerate(found[0].sides if found else ()):
+        sums.setdefault(side, []).extend(one[i] for one in found)
+    return sums
+
+
+# -------------------------------------------------------------------- between the passes
+
+
+def mean_squares(U: Tensor, products: Products, found: Sketches, shape: tuple[int, int]) -> Squares:
+    """The mean square of every block, without E itself:
+
+        ‖E_i‖² = ‖G_i‖² − ‖(GV)_i‖² − 2 U_i·(G Lᵀ)_i + ‖U_i L‖²,     G Lᵀ = X − G V Kᵀ
+
+    but at least the rounding error of that: a remainder that is small must not count as none, or it would take a step
+    that is far too long.
+    """
+    (units, inputs), GV, K = shape, products.GV, products.K
+    GL = found.X - GV @ K.mT
+    rows = products.rows - GV.square().sum(-1) - 2 * (U * GL).sum(-1) + ((U @ found.LL) * U).sum(-1)
+    rows = rows.maximum(8 * torch.finfo(rows.dtype).eps * products.rows)
+    return Squares(K.square(), found.RR / units, found.LL.diagonal(dim1=-2, dim2=-1) / inputs, rows / inputs)
+
+
+def update_moments_(matrices: Matrices, products: Products, found: Sketches) -> None:
+    """First and second moments of the means, and sketches. MV, UM and K follow M by linearity."""
+    means, numbers = matrices.means, matrices.numbers
+    for average, value in zip((means.MV, means.UM, means.K), products[:3], strict=True):
+        average.lerp_(value, 1 - numbers.beta1)
+    squares = mean_squares(means.U, products, found, matrices.shape)
+    for v, square, beta in zip(means.v, squares, numbers.betas, strict=True):
+        v.lerp_(square, 1 - beta)
+    means.variance.lerp_(products.total / math.prod(matrices.shape), 1 - numbers.beta2)
+    means.X.lerp_(found.X, 1 - FORGET)
+    means.Y.lerp_(found.Y, 1 - FORGET)
+
+
+def roots(v: Squares, numbers: Numbers, floors: Sequence[Tensor | float]) -> list[Tensor]:
+    """√v̂ + ε of every block, and a floor besides."""
+    smallest = torch.finfo(v.K.dtype).tiny ** 0.5  # 0 / 0 is 0
+    return [
+        (x / correction).sqrt_().add_(numbers.eps + floor).clamp_(min=smallest)
+        for x, correction, floor in zip(v, numbers.bias_corrections, floors, strict=True)
+    ]
+
+
+def precondition(matrices: Matrices, products: Products) -> tuple[Tensor, Tensor, Tensor]:
+    """c δ as a diagonal and a product of low rank: diag(d) M + left · right."""
+    means, (units, inputs) = matrices.means, matrices.shape
+    U, V, K, MV, UM = means.U, means.V, means.K, means.MV, means.UM
+    # What is zero but for rounding must not take a full step.
+    noise = (NOISE * products.total.sqrt())[:, None]
+    floors = noise[..., None], noise * units**-0.5, noise * inputs**-0.5, noise * (units * inputs) ** -0.5
+    root_K, root_R, root_L, root_E = roots(means.v, matrices.numbers, floors)
+    d = root_E.reciprocal_().unsqueeze(-1)
+    c = means.factor.clamp(max=max(LIFT / max(matrices.numbers.lr, LIFT / FACTORS[1]), FACTORS[0]))[:, None, None]
+    of_inputs = U @ (K / root_K) + (MV - U @ K) / root_R.unsqueeze(-2) - d * MV
+    of_units = U / root_L.unsqueeze(-2) - d * U
+    return c * d, c * torch.cat([of_inputs, of_units], -1), torch.cat([V.mT, UM - K @ V.mT], -2)
+
+
+# -------------------------------------------------------------------- pass 2
+
+
+def update_(params: Sequence[Tensor], matrices: Matrices, direction: tuple[Tensor, Tensor, Tensor]) -> None:
+    """M ← average of G;  θ ← (1 − η w) θ − η c δ, rounded once to the parameters' own dtype."""
+    M, numbers = matrices.M, matrices.numbers
+    M.lerp_(matrices.G, 1 - numbers.beta1)
+    d, left, right = direction
+    rate, decay = numbers.lr / numbers.bias_correction1, 1 - numbers.lr * numbers.weight_decay
+    if len(params) == 1 and params[0].dtype == M.dtype and params[0].is_contiguous():
+        params[0].view(M.shape).baddbmm_(left, right, beta=decay, alpha=-rate).addcmul_(M, d, value=-rate)
+        return
+    for param, delta in zip(params, torch.baddbmm(M * d, left, right).unbind(), strict=True):
+        param.copy_((param.to(M.dtype) * decay).sub_(delta.view(param.shape), alpha=rate))
+
+
+# -------------------------------------------------------------------- start and refresh
+
+
+def start_(batches: Sequence[Matrices], reduce: Reduce) -> None:
     """U and V become cosines, the first of which is the plain mean, and take two iterations on the first gradient."""
-    count, sides = len(means), _sides([(G, G.mT) for G in gradients])
-    alive = _alive(gradients, places)
+    count, sides = len(batches), _sides([(b.G, b.G.mT) for b in batches])
+    alive = _alive(batches, [b.G for b in batches])
     reduce({"both": alive})
-    bases = _cosines(alive, means, places)
+    bases = _cosines(batches, alive)
     for _ in range(2):
         thin = [A.mT @ W for A, W in zip(sides, bases, strict=True)]
         reduce(_by_side(thin))
         found = [A @ x for A, x in zip(sides, thin, strict=True)]
         reduce(_by_side(found[count:] + found[:count]))
         bases = orthonormalized(found, bases, bases, lambda sums: reduce(_by_side(sums)))
-    for own, U, V in zip(means, bases[:count], bases[count:], strict=True):
-        own.U.copy_(U)
-        own.V.copy_(V)
+    for b, U, V in zip(batches, bases[:count], bases[count:], strict=True):
+        b.means.U.copy_(U)
+        b.means.V.copy_(V)
 
 
-def refresh_(
-    averages: Sequence[Tensor],
-    means: Sequence[Means],
-    places: Sequence[Places],
-    shapes: Sequence[tuple[int, int]],
-    numbers: Sequence[Numbers],
-    reduce: Reduce,
-) -> None:
-    """U and V turn to what they follow; the average gradient is projected anew, and second moments follow roughly."""
-    count, sketches, bases = len(means), _sides([(m.X, m.Y) for m in means]), _sides([(m.U, m.V) for m in means])
-    lengths, alive = [W.square().sum(-2, keepdim=True) for W in bases], _alive(averages, places)
+def refresh_(batches: Sequence[Matrices], reduce: Reduce) -> None:
+    """U and V turn to what they follow; M is projected anew, and second moments follow the rotation roughly."""
+    count, means = len(batches), [b.means for b in batches]
+    sketches, bases = _sides([(m.X, m.Y) for m in means]), _sides([(m.U, m.V) for m in means])
+    lengths, alive = [W.square().sum(-2, keepdim=True) for W in bases], _alive(batches, [b.M for b in batches])
     reduce({"both": alive, **_by_side(lengths)})
     # Columns are zero if fewer rows than columns had a gradient at the start: cosines over those that have one now.
-    waves = _cosines(alive, means, places)
+    waves = _cosines(batches, alive)
     revived = [W + wave * (length == 0) for W, wave, length in zip(bases, waves, lengths, strict=True)]
     new = orthonormalized(sketches, revived, bases, lambda sums: reduce(_by_side(sums)))
     turns = [W.mT @ N for W, N in zip(bases, new, strict=True)]
     kept = [N.mT @ S for N, S in zip(new, sketches, strict=True)]
-    products = [project(M, U, V) for M, U, V in zip(averages, new[:count], new[count:], strict=True)]
+    products = [project(b.M, U, V) for b, U, V in zip(batches, new[:count], new[count:], strict=True)]
     sums = sums_of(products)
     for side, values in (*_by_side(turns).items(), *_by_side(kept).items()):
         sums[side] += values
     reduce(sums)
     for i, own in enumerate(means):
         by_U, by_V = turns[i].square(), turns[count + i].square()
-        v_K, v_R, v_L, _ = own.squares
-        v_K.copy_(by_U.mT @ v_K @ by_V)
-        v_R.copy_((v_R.unsqueeze(-2) @ by_V).squeeze(-2))
-        v_L.copy_((v_L.unsqueeze(-2) @ by_U).squeeze(-2))
+        own.v.K.copy_(by_U.mT @ own.v.K @ by_V)
+        own.v.R.copy_((own.v.R.unsqueeze(-2) @ by_V).squeeze(-2))
+        own.v.L.copy_((own.v.L.unsqueeze(-2) @ by_U).squeeze(-2))
         own.U.copy_(new[i])
         own.V.copy_(new[count + i])
         own.X.copy_(new[i] @ kept[i])
         own.Y.copy_(new[count + i] @ kept[count + i])
-    adopt_average_(averages, products, means, shapes, numbers, reduce)
+    adopt_average_(batches, products, reduce)
 
 
-def adopt_average_(
-    averages: Sequence[Tensor],
-    products: Sequence[Products],
-    means: Sequence[Means],
-    shapes: Sequence[tuple[int, int]],
-    numbers: Sequence[Numbers],
-    reduce: Reduce,
-) -> None:
-    """Take over the products of the average gradient in new coordinates, and bound the steps that follow from it.
+def adopt_average_(batches: Sequence[Matrices], products: Sequence[Products], reduce: Reduce) -> None:
+    """Take over M's products in new coordinates; bound the steps that follow from it, and choose their factor.
 
-    In fixed coordinates |m̂| ≤ b √v̂ for every average, by Cauchy and Schwarz. After a turn second moments know little of
-    the new coordinates; they are raised until it holds again, and then it does until the next turn.
+    In fixed coordinates |m̂| ≤ b √v̂ holds for every average, by Cauchy and Schwarz. After a turn second moments know
+    little of the new coordinates. They are raised until it holds again, and then it does until the next turn.
     """
-    found = [sketch(M, own.U, own.V, p) for M, own, p in zip(averages, means, products, strict=True)]
+    found = [sketch(b.M, b.means.U, b.means.V, p) for b, p in zip(batches, products, strict=True)]
     reduce(sums_of(found))
-    for own, p, s, shape, n in zip(means, products, found, shapes, numbers, strict=True):
-        own.MV.copy_(p.GV)
-        own.UM.copy_(p.UG)
-        own.K.copy_(p.K)
-        least = mean_squares(own.U, p, s, shape)
-        for v, square, beta, correction in zip(own.squares, least, n.betas, n.bias_corrections, strict=True):
-            v.copy_(v.maximum(square * (correction / (adam_bound(n.beta1, beta, n.step) * n.bias_correction1) ** 2)))
+    for b, p, s in zip(batches, products, found, strict=True):
+        numbers = b.numbers
+        for average, value in zip((b.means.MV, b.means.UM, b.means.K), p[:3], strict=True):
+            average.copy_(value)
+        for v, square, beta, correction in zip(
+            b.means.v, mean_squares(b.means.U, p, s, b.shape), numbers.betas, numbers.bias_corrections, strict=True
+        ):
+            bound = adam_bound(numbers.beta1, beta, numbers.step) * numbers.bias_correction1
+            v.copy_(v.maximum(square * (correction / bound**2)))
+    choose_factor_(batches, products, found, reduce)
+
+
+def choose_factor_(
+    batches: Sequence[Matrices], products: Sequence[Products], found: Sequence[Sketches], reduce: Reduce
+) -> None:
+    """c: what a step with one second moment for all entries of a matrix promises to gain, over what δ does.
+
+    A mean is one coordinate for many entries: while gradients agree, it would move less at AdamW's rates than they do
+    under AdamW. Gains are to first order, ⟨A, A/σ⟩ and ⟨A, δ⟩, for the average gradient or the first one, A.
+    """
+    gains, gains_of_rows = [], []
+    for b, p, s in zip(batches, products, found, strict=True):
+        units, inputs = b.shape
+        squares = zip(mean_squares(b.means.U, p, s, b.shape), roots(b.means.v, b.numbers, (0.0,) * 4), strict=True)
+        K, R, L, E = ((square / root).flatten(1).sum(-1) for square, root in squares)
+        gains.append(K + units * R + inputs * L)
+        gains_of_rows.append(inputs * E)
+    reduce({"units": gains_of_rows})
+    for b, p, gain, of_rows in zip(batches, products, gains, gains_of_rows, strict=True):
+        sigma = (b.means.variance / (1 - b.numbers.beta2**b.numbers.step)).sqrt()
+        b.means.factor.copy_((p.total / sigma / (gain + of_rows)).nan_to_num(FACTORS[0]).clamp(*FACTORS))
 
 
 def _sides(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -311,18 +333,17 @@ def _by_side(values: list[Tensor]) -> Sums:
     return {"units": values[: len(values) // 2], "inputs": values[len(values) // 2 :]}
 
 
-def _alive(matrices: Sequence[Tensor], places: Sequence[Places]) -> list[Tensor]:
+def _alive(batches: Sequence[Matrices], matrices: Sequence[Tensor]) -> list[Tensor]:
     """Which rows, then which columns, of every matrix are not zero: sums over both."""
-    return _sides([(rows.alive(A), columns.alive(A.mT)) for A, (rows, columns) in zip(matrices, places, strict=True)])
+    pairs = zip(matrices, (b.places for b in batches), strict=True)
+    return _sides([(rows.alive(A), columns.alive(A.mT)) for A, (rows, columns) in pairs])
 
 
-def _cosines(alive: Sequence[Tensor], means: Sequence[Means], places: Sequence[Places]) -> list[Tensor]:
+def _cosines(batches: Sequence[Matrices], alive: Sequence[Tensor]) -> list[Tensor]:
     """Cosines over the rows that are alive, then over the columns, of every matrix."""
-    bases, own = (
-        _sides([(m.U, m.V) for m in means]),
-        [*(rows for rows, _ in places), *(columns for _, columns in places)],
-    )
-    return [place.own(cosines(x > 0, W.shape[-1]).to(W)) for x, W, place in zip(alive, bases, own, strict=True)]
+    bases = _sides([(b.means.U, b.means.V) for b in batches])
+    places = [b.places[0] for b in batches] + [b.places[1] for b in batches]
+    return [place.own(cosines(x > 0, W.shape[-1]).to(W)) for x, W, place in zip(alive, bases, places, strict=True)]
 
 
 def cosines(alive: Tensor, k: int) -> Tensor:
