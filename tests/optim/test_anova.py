@@ -6,9 +6,7 @@ import torch
 from torch import nn
 
 from blockmean import Anova
-from blockmean.optim import anova as module
-from blockmean.optim import decomposition
-from blockmean.optim.decomposition import FACTOR
+from blockmean.optim import batches, decomposition
 from support.reference import DenseAnova
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "mean_beta": 0.9}
@@ -40,22 +38,25 @@ def run(param, grads, **options):
 # ---------------------------------------------------------------- against other implementations
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("every", "lr"), [(1, 5e-4), (3, 5e-4), (3, 2e-2)])
 @pytest.mark.parametrize("means", [4, 1, (3, 0), (0, 3), (2, 5), 9, (12, 3), (3, 12), (99, 99)])
 @pytest.mark.parametrize("shape", [(9, 12), (12, 9), (6, 3, 2, 2)])
-def test_forty_steps_equal_the_dense_reference(shape, means, every):
-    param = parameter(shape)
+def test_forty_steps_equal_the_dense_reference(shape, means, every, lr):
+    param, options = parameter(shape), {**OPTIONS, "lr": lr, "weight_decay": 0.1, "means": means}
     units, inputs = means if isinstance(means, tuple) else (means, means)
     matrix = param.detach().numpy().reshape(shape[0], -1)
-    dense = DenseAnova(matrix, units, inputs, every=every, decay=0.1, factor=FACTOR, **OPTIONS)
-    optimizer = Anova([param], means=means, refresh_every=every, weight_decay=0.1, **OPTIONS)
+    dense = DenseAnova(matrix, units, inputs, every=every, decay=0.1, **{**OPTIONS, "lr": lr})
+    optimizer = Anova([param], refresh_every=every, **options)
+    factors = set()
     for grad in gradients(shape, 40):
         param.grad = grad.clone()
         optimizer.step()
         dense.step(grad.numpy().reshape(matrix.shape))
+        factors.add(round(float(dense.c), 3))
         # More means than the first gradient has directions: their weights are a thousandth of the old ones, twice.
         atol = 1e-6 if max(dense.k, dense.q) > min(matrix.shape) - 1 else 1e-11
         np.testing.assert_allclose(param.detach().numpy().reshape(matrix.shape), dense.theta, rtol=0, atol=atol)
+    assert len(factors) > 3  # the factor on the step was at work
 
 
 def test_matrices_of_one_shape_are_a_batch_with_the_same_result_as_alone(monkeypatch):
@@ -65,9 +66,9 @@ def test_matrices_of_one_shape_are_a_batch_with_the_same_result_as_alone(monkeyp
     grads = [list(gradients((8, 10), 9, seed)) for seed in range(5)]
     missing = {(2, 1), (3, 1), (4, 4), (5, 0)}  # step and parameter: neighbours may be at different steps
     sizes = []
-    of = module.Batch.of
+    make = batches._batch
     monkeypatch.setattr(
-        module.Batch, "of", lambda step, indices, *rest: sizes.append(len(indices)) or of(step, indices, *rest)
+        batches, "_batch", lambda step, indices, *rest: sizes.append(len(indices)) or make(step, indices, *rest)
     )
     for step in range(9):
         for i, param in enumerate(batch):
@@ -113,11 +114,12 @@ def test_with_all_means_it_is_adam_in_the_rotated_basis():
     optimizer = run(param, grads, means=6, refresh_every=100, weight_decay=0.0, mean_beta=0.95)
     U, V = optimizer.state[param]["unit_basis"], optimizer.state[param]["input_basis"].mT
     theta, m, v = U.T @ start @ V, torch.zeros(6, 6), torch.zeros(6, 6)
+    rate = 0.02 * 0.7  # the least factor on the step, at such a learning rate
     for t, grad in enumerate(grads, 1):
         g = U.T @ grad @ V
         m, v = 0.8 * m + 0.2 * g, 0.95 * v + 0.05 * g * g
         eps = 1e-8 + 2.0**-19 * grad.norm()  # a basis in which the first gradient is diagonal has entries near 0
-        theta = theta - FACTOR * 0.02 * (m / (1 - 0.8**t)) / ((v / (1 - 0.95**t)).sqrt() + eps)
+        theta = theta - rate * (m / (1 - 0.8**t)) / ((v / (1 - 0.95**t)).sqrt() + eps)
     torch.testing.assert_close(param.detach(), U @ theta @ V.T, rtol=0, atol=1e-9)
 
 
@@ -340,13 +342,14 @@ def test_another_number_of_means_needs_a_new_optimizer(means):
 
 
 def test_auto_takes_twice_the_root_of_the_shorter_side():
-    assert module.means_of((64, 784), "auto") == (16, 16)
-    assert module.means_of((10, 64), "auto") == (6, 6)
-    assert module.means_of((64, 3, 3, 3), "auto") == (10, 10)
-    assert module.means_of((4096, 1024), "auto") == (32, 32)
-    assert module.means_of((3, 100), "auto") == (0, 0)
-    assert module.means_of((5, 7), (9, 2)) == (5, 2)
-    assert module.means_of((5,), 3) == (0, 0) and module.means_of((1, 5), 3) == (0, 0)
+    assert batches.means_of((64, 784), "auto") == (16, 16)
+    assert batches.means_of((10, 64), "auto") == (6, 6)
+    assert batches.means_of((64, 3, 3, 3), "auto") == (10, 10)
+    assert batches.means_of((4096, 1024), "auto") == (32, 32)
+    assert batches.means_of((8, 100), "auto") == (0, 0)
+    assert batches.means_of((50_257, 768), "auto") == (0, 0)  # a vocabulary
+    assert batches.means_of((5, 7), (9, 2)) == (5, 2)
+    assert batches.means_of((5,), 3) == (0, 0) and batches.means_of((1, 5), 3) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -370,4 +373,4 @@ def test_state_is_the_average_gradient_and_a_few_columns():
     param = parameter((256, 512), dtype=torch.float32)
     optimizer = run(param, gradients((256, 512), 2, dtype=torch.float32), means=8)
     numbers = sum(x.numel() for x in optimizer.state[param].values())
-    assert numbers == 2 + 256 * 512 + 3 * 8 * (256 + 512) + 256 + 2 * 64 + 2 * 8
+    assert numbers == 4 + 256 * 512 + 3 * 8 * (256 + 512) + 256 + 2 * 64 + 2 * 8

@@ -338,10 +338,10 @@ class DenseNaturalGradient:
 class DenseAnova:
     """The four parts of a gradient matrix, projectors written out, QR by Householder reflections, no linearity used."""
 
-    def __init__(self, theta, units, inputs, *, lr, betas, mean_beta, every, factor, eps=1e-8, decay=0.0):
+    def __init__(self, theta, units, inputs, *, lr, betas, mean_beta, every, eps=1e-8, decay=0.0):
         self.theta, self.k, self.q = theta.copy(), min(units, theta.shape[0]), min(inputs, theta.shape[1])
         self.lr, self.betas, self.mean_beta, self.every, self.eps, self.decay = lr, betas, mean_beta, every, eps, decay
-        self.factor, self.m, self.t = factor, np.zeros_like(theta), 0
+        self.m, self.t, self.variance = np.zeros_like(theta), 0, 0.0
 
     @staticmethod
     def start(A, k):
@@ -376,6 +376,27 @@ class DenseAnova:
         QU, QV = np.eye(len(PU)) - PU, np.eye(len(PV)) - PV
         return PU @ G @ PV, QU @ G @ PV, PU @ G @ QV, QU @ G @ QV
 
+    def coordinates(self, A):
+        """K, R, L and E of a matrix."""
+        K, R, L, E = self.split(A)
+        return [self.U.T @ K @ self.V, R @ self.V, self.U.T @ L, E]
+
+    @staticmethod
+    def mean_squares(parts):
+        """Of every block: entries of K, columns of R, rows of L and of E."""
+        K, R, L, E = (part**2 for part in parts)
+        return [K, R.mean(0, keepdims=True), L.mean(1, keepdims=True), E.mean(1, keepdims=True)]
+
+    def roots(self):
+        decays = (self.mean_beta, self.mean_beta, self.mean_beta, self.betas[1])
+        return [np.sqrt(v / (1 - beta**self.t)) + self.eps for v, beta in zip(self.v, decays, strict=True)]
+
+    def factor(self, A):
+        """What one second moment promises to gain along A, over what the second moments of blocks do."""
+        ours = sum((part**2 / root).sum() for part, root in zip(self.coordinates(A), self.roots(), strict=True))
+        sigma = np.sqrt(self.variance / (1 - self.betas[1] ** self.t))
+        return np.clip((A**2).sum() / sigma / ours, 0.7, 5.0)
+
     def step(self, G):
         O, I = G.shape
         if self.t == 0:
@@ -385,30 +406,23 @@ class DenseAnova:
         self.t += 1
         U, V = self.U, self.V
         beta1, beta2 = self.betas
+        decays = (self.mean_beta, self.mean_beta, self.mean_beta, beta2)
         self.m = beta1 * self.m + (1 - beta1) * G
-
-        def coordinates(parts):
-            K, R, L, E = parts
-            return [U.T @ K @ V, R @ V, U.T @ L, E]
-
-        def mean_square(i, x):
-            """Of every block: entries of K, columns of R, rows of L and of E."""
-            axis = (None, 0, 1, 1)[i]
-            return x**2 if axis is None else (x**2).mean(axis, keepdims=True)
-
+        average = self.m / (1 - beta1**self.t)
+        for i, (square, beta) in enumerate(zip(self.mean_squares(self.coordinates(G)), decays, strict=True)):
+            self.v[i] = beta * self.v[i] + (1 - beta) * square
+        self.variance = beta2 * self.variance + (1 - beta2) * (G**2).mean()
+        if self.t == 1:
+            self.c = self.factor(G)
         size = np.linalg.norm(G) * 2.0**-19
         noise = [size, size / O**0.5, size / I**0.5, size / (O * I) ** 0.5]
-        steps = []
-        for i, (x, y) in enumerate(
-            zip(coordinates(self.split(G)), coordinates(self.split(self.m / (1 - beta1**self.t))), strict=True)
-        ):
-            beta = beta2 if i == 3 else self.mean_beta
-            self.v[i] = beta * self.v[i] + (1 - beta) * mean_square(i, x)
-            root = np.sqrt(self.v[i] / (1 - beta**self.t)) + self.eps + noise[i]
-            steps.append(y / root)
-        K, R, L, E = steps
+        K, R, L, E = (
+            part / (root + floor)
+            for part, root, floor in zip(self.coordinates(average), self.roots(), noise, strict=True)
+        )
+        c = max(min(self.c, 3e-3 / self.lr), 0.7)
         delta = U @ K @ V.T + R @ V.T + U @ L + E
-        self.theta = self.theta * (1 - self.lr * self.decay) - self.factor * self.lr * delta
+        self.theta = self.theta * (1 - self.lr * self.decay) - self.lr * c * delta
         self.X = 0.95 * self.X + 0.05 * G @ G.T @ U
         self.Y = 0.95 * self.Y + 0.05 * G.T @ G @ V
         if self.t % self.every == 0:
@@ -418,10 +432,9 @@ class DenseAnova:
             self.v[1] = self.v[1] @ turn_V
             self.v[2] = turn_U.T @ self.v[2]
             self.X, self.Y = self.U @ self.U.T @ self.X, self.V @ self.V.T @ self.Y
-            U, V = self.U, self.V
-            for i, y in enumerate(coordinates(self.split(self.m / (1 - beta1**self.t)))):
-                beta = beta2 if i == 3 else self.mean_beta
+            for i, (square, beta) in enumerate(zip(self.mean_squares(self.coordinates(average)), decays, strict=True)):
                 w = np.array([(1 - beta1) * beta1**j for j in range(self.t)]) / (1 - beta1**self.t)
                 u = np.array([(1 - beta) * beta**j for j in range(self.t)]) / (1 - beta**self.t)
                 bound = (w**2 / u).sum()  # (Σ w g)² ≤ (Σ w²/u) (Σ u g²)
-                self.v[i] = np.maximum(self.v[i], (1 - beta**self.t) * mean_square(i, y) / bound)
+                self.v[i] = np.maximum(self.v[i], (1 - beta**self.t) * square / bound)
+            self.c = self.factor(average)

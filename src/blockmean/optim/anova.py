@@ -90,8 +90,9 @@ class Anova(BaseOptimizer):
         betas: β₁, β₂, decay of the averages of the gradient and of the square of its remainder.
         mean_beta: β_m, decay of the averages of squared means.
         means: k and q, columns of U (taken over the units, which gives means per input) and of V (over the inputs:
-            means per unit), one number for both or a pair; "auto" takes twice the root of the shorter side, 32 at most,
-            and none for sides shorter than 4. 0 gives torch's AdamW.
+            means per unit), one number for both or a pair. "auto" takes twice the root of the shorter side, 32 at most;
+            none for sides of 8 or fewer, nor where one side is more than 16 times the other (vocabularies, LoRA).
+            0 gives torch's AdamW.
         refresh_every: T, turn U and V once in this many steps; they see every gradient.
         eps: ε, added to the root of every second moment.
         weight_decay: decoupled, as in `torch.optim.AdamW`.
@@ -228,6 +229,11 @@ class Anova(BaseOptimizer):
         matrices = [i for i in step.grads if means_of(params[i].shape, group["means"]) != (0, 0)]
         plain = [i for i in step.grads if i not in matrices]
         for i, state in step.states.items():
+            if state["exp_avg"].shape != params[i].shape:
+                raise ValueError(
+                    f"{type(self).__name__} has moments of shape {tuple(state['exp_avg'].shape)} for "
+                    f"{shown_names(group)[i]}. Construct the optimizer anew."
+                )
             self._require_means(group, i, params[i], state)
             if i in matrices and "unit_basis" not in state:
                 step.states[i] = self._with_means(params[i], group, state)

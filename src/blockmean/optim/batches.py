@@ -15,8 +15,12 @@ from blockmean.optim.base import GroupStep, State, arithmetic
 from blockmean.optim.decomposition import Matrices, Means, Numbers, Place, Products, Reduce, Squares, Sums
 from blockmean.optim.sharding import Sides, Sum, local
 
-NARROW, MOST = 4, 32
-"""means="auto": twice the root of the shorter side of a matrix, up to 32; none for sides shorter than 4."""
+NARROW, TALL, MOST = 8, 16, 32
+"""means="auto": twice the root of the shorter side of a matrix, up to 32.
+
+None for sides of 8 or fewer, and none where one side is more than 16 times the other: vocabularies, adapters of low
+rank. There means would cost more than AdamW's second moments do, and rare words share few of them.
+"""
 
 SMALL = 2**14
 """Entries up to which equal matrices are stacked on a CPU: larger ones do not gain from it."""
@@ -37,7 +41,8 @@ def means_of(shape: Sequence[int], means: int | Sequence[int] | str) -> tuple[in
     if narrow < 2:
         return 0, 0
     if isinstance(means, str):
-        k = min(round(2 * narrow**0.5), MOST) if narrow >= NARROW else 0
+        suits = narrow > NARROW and max(units, inputs) <= TALL * narrow
+        k = min(round(2 * narrow**0.5), MOST) if suits else 0
         return k, k
     first, second = (means, means) if isinstance(means, int) else means
     return min(first, units), min(second, inputs)
