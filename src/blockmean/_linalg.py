@@ -8,7 +8,7 @@ f(A) = Q f(w) Qᵀ itself has no such pole (Daleckii and Krein):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -234,42 +234,46 @@ CLOSEST = 1e-5
 """Smallest diagonal entry of the Cholesky factor of unit columns that `orthonormalized` trusts."""
 
 
-def orthonormalized(Y: Tensor, V: Tensor, otherwise: Tensor) -> Tensor:
-    """Orthonormal columns that span what those of Y span, one by one; `otherwise` where those are nearly parallel.
+def orthonormalized(
+    sketches: Sequence[Tensor],
+    columns: Sequence[Tensor],
+    otherwise: Sequence[Tensor],
+    reduce: Callable[[list[Tensor]], None] = lambda sums: None,
+) -> list[Tensor]:
+    """Orthonormal columns that span what those of each sketch span, one by one: Cholesky-QR in float64, twice.
 
-    Cholesky-QR in float64, twice, of a batch of tall matrices (…, n, k). A little of V, the columns so far, is added to
-    Y; columns of Y that are noise beside its longest one count as zero. A column that is zero in both stays zero.
+    A little of `columns`, those so far, is added to the sketch; columns of a sketch that are noise beside its longest
+    one count as zero. A column that is zero in both stays zero. Where columns are nearly parallel, `otherwise` is
+    returned. All are batches of tall matrices, (…, n, k). Where others have some of the rows, `reduce` completes sums
+    over rows in place.
     """
-    found: list[Tensor] = []
-    for _ in orthonormalization(Y, V, otherwise, found):
-        pass
-    return found[0]
-
-
-def orthonormalization(Y: Tensor, V: Tensor, otherwise: Tensor, found: list[Tensor]) -> Iterator[list[Tensor]]:
-    """`orthonormalized`, whose result is appended to `found`, for matrices of which one may have only some rows.
-
-    Yields sums over rows: whoever has only some has to complete them in place.
-    """
-    k = V.shape[-1]
-    if k == 0:
-        found.append(V)
-        return
-    both = torch.cat([in_float64(Y), in_float64(V)], -1)
-    gram = both.mT @ both
-    yield [gram]
-    length = gram.diagonal(dim1=-2, dim2=-1)[..., :k].sqrt()
-    is_signal = length > NOISE * length.amax(-1, keepdim=True)  # else rounding would decide where the column points
-    inverse = torch.where(is_signal, 1 / length, 0.0)
-    mixed = torch.cat([torch.diag_embed(inverse), INERTIA * torch.eye(k).to(inverse).expand_as(gram[..., :k, :k])], -2)
-    Z, gram = both @ mixed, mixed.mT @ gram @ mixed  # columns of length 1, and a little of V
-    empty = torch.diag_embed((gram.diagonal(dim1=-2, dim2=-1) == 0).double())
-    good = torch.ones(V.shape[:-2], dtype=torch.bool, device=gram.device)
+    both = [torch.cat([in_float64(Y), in_float64(V)], -1) for Y, V in zip(sketches, columns, strict=True)]
+    grams = [x.mT @ x for x in both]
+    reduce(grams)
+    good: list[Tensor] = []
+    Z: list[Tensor] = []
+    for i, (x, gram) in enumerate(zip(both, grams, strict=True)):
+        k = x.shape[-1] // 2
+        length = gram.diagonal(dim1=-2, dim2=-1)[..., :k].sqrt()
+        # What is noise beside the longest column must not decide where a column points.
+        signal = length > NOISE * length.amax(-1, keepdim=True) if k else length > 0
+        unit = torch.diag_embed(torch.where(signal, 1 / length, 0.0))
+        eye = torch.eye(k, dtype=x.dtype, device=x.device).expand_as(unit)
+        mixed = torch.cat([unit, INERTIA * eye], -2)  # columns of length 1, and a little of the old ones
+        Z.append(x @ mixed)
+        grams[i] = mixed.mT @ gram @ mixed
+        good.append(torch.ones(x.shape[:-2], dtype=torch.bool, device=x.device))
+    empty = [torch.diag_embed((gram.diagonal(dim1=-2, dim2=-1) == 0).double()) for gram in grams]
     for again in (True, False):  # the first pass loses as many digits as the square of the condition has
-        factor, failed = torch.linalg.cholesky_ex(gram + empty)
-        Z = torch.linalg.solve_triangular(factor, Z.mT, upper=False).mT
-        good &= (factor.diagonal(dim1=-2, dim2=-1).amin(-1) > CLOSEST) & (failed == 0)
+        for i, gram in enumerate(grams):
+            factor, failed = torch.linalg.cholesky_ex(gram + empty[i])
+            Z[i] = torch.linalg.solve_triangular(factor, Z[i].mT, upper=False).mT
+            close = factor.diagonal(dim1=-2, dim2=-1) <= CLOSEST
+            good[i] = good[i] & ~close.any(-1) & (failed == 0)
         if again:
-            gram = Z.mT @ Z
-            yield [gram]
-    found.append(torch.where(good[..., None, None].to(V.device), Z.to(V), otherwise))
+            grams = [z.mT @ z for z in Z]
+            reduce(grams)
+    return [
+        torch.where(fine[..., None, None].to(old.device), z.to(old), old)
+        for fine, z, old in zip(good, Z, otherwise, strict=True)
+    ]

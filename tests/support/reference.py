@@ -336,12 +336,12 @@ class DenseNaturalGradient:
 
 
 class DenseAnova:
-    """Adam on the four parts of a gradient matrix, with projectors written out and QR by Householder reflections."""
+    """The four parts of a gradient matrix, projectors written out, QR by Householder reflections, no linearity used."""
 
-    def __init__(self, theta, units, inputs, *, lr, betas, mean_beta, every, eps=1e-8, decay=0.0):
+    def __init__(self, theta, units, inputs, *, lr, betas, mean_beta, every, factor, eps=1e-8, decay=0.0):
         self.theta, self.k, self.q = theta.copy(), min(units, theta.shape[0]), min(inputs, theta.shape[1])
         self.lr, self.betas, self.mean_beta, self.every, self.eps, self.decay = lr, betas, mean_beta, every, eps, decay
-        self.m, self.t = np.zeros_like(theta), 0
+        self.factor, self.m, self.t = factor, np.zeros_like(theta), 0
 
     @staticmethod
     def start(A, k):
@@ -381,7 +381,7 @@ class DenseAnova:
         if self.t == 0:
             self.U, self.V = self.start(G, self.k), self.start(G.T, self.q)
             self.X, self.Y = np.zeros_like(self.U), np.zeros_like(self.V)
-            self.v = [np.zeros(s) for s in ((self.k, self.q), (O, self.q), (self.k, I), (O, I))]
+            self.v = [np.zeros((self.k, self.q)), np.zeros((1, self.q)), np.zeros((self.k, 1)), np.zeros((O, 1))]
         self.t += 1
         U, V = self.U, self.V
         beta1, beta2 = self.betas
@@ -391,6 +391,11 @@ class DenseAnova:
             K, R, L, E = parts
             return [U.T @ K @ V, R @ V, U.T @ L, E]
 
+        def mean_square(i, x):
+            """Of every block: entries of K, columns of R, rows of L and of E."""
+            axis = (None, 0, 1, 1)[i]
+            return x**2 if axis is None else (x**2).mean(axis, keepdims=True)
+
         size = np.linalg.norm(G) * 2.0**-19
         noise = [size, size / O**0.5, size / I**0.5, size / (O * I) ** 0.5]
         steps = []
@@ -398,16 +403,12 @@ class DenseAnova:
             zip(coordinates(self.split(G)), coordinates(self.split(self.m / (1 - beta1**self.t))), strict=True)
         ):
             beta = beta2 if i == 3 else self.mean_beta
-            self.v[i] = beta * self.v[i] + (1 - beta) * x**2
-            step = y / (np.sqrt(self.v[i] / (1 - beta**self.t)) + self.eps + noise[i])
-            w = np.array([(1 - beta1) * beta1**j for j in range(self.t)]) / (1 - beta1**self.t)
-            u = np.array([(1 - beta) * beta**j for j in range(self.t)]) / (1 - beta**self.t)
-            longest = np.sqrt((w**2 / u).sum())  # Σ w g ≤ √(Σ w²/u) √(Σ u g²)
-            steps.append(step.clip(-longest, longest))
+            self.v[i] = beta * self.v[i] + (1 - beta) * mean_square(i, x)
+            root = np.sqrt(self.v[i] / (1 - beta**self.t)) + self.eps + noise[i]
+            steps.append(y / root)
         K, R, L, E = steps
-        whole = [U @ K @ V.T, R @ V.T, U @ L, E]
-        delta = sum(self.split(x)[i] for i, x in enumerate(whole))
-        self.theta = self.theta * (1 - self.lr * self.decay) - self.lr * delta
+        delta = U @ K @ V.T + R @ V.T + U @ L + E
+        self.theta = self.theta * (1 - self.lr * self.decay) - self.factor * self.lr * delta
         self.X = 0.95 * self.X + 0.05 * G @ G.T @ U
         self.Y = 0.95 * self.Y + 0.05 * G.T @ G @ V
         if self.t % self.every == 0:
@@ -417,3 +418,10 @@ class DenseAnova:
             self.v[1] = self.v[1] @ turn_V
             self.v[2] = turn_U.T @ self.v[2]
             self.X, self.Y = self.U @ self.U.T @ self.X, self.V @ self.V.T @ self.Y
+            U, V = self.U, self.V
+            for i, y in enumerate(coordinates(self.split(self.m / (1 - beta1**self.t)))):
+                beta = beta2 if i == 3 else self.mean_beta
+                w = np.array([(1 - beta1) * beta1**j for j in range(self.t)]) / (1 - beta1**self.t)
+                u = np.array([(1 - beta) * beta**j for j in range(self.t)]) / (1 - beta**self.t)
+                bound = (w**2 / u).sum()  # (Σ w g)² ≤ (Σ w²/u) (Σ u g²)
+                self.v[i] = np.maximum(self.v[i], (1 - beta**self.t) * mean_square(i, y) / bound)

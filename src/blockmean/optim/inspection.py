@@ -180,16 +180,16 @@ class MeanStatistics:
 
 
 def mean_statistics(
-    number: int, name: str, state: Mapping[str, Any], group: Mapping[str, Any], squares: Sequence[float]
+    number: int, name: str, param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], rest: float
 ) -> MeanStatistics:
-    """From the state of a matrix with means, the options of its group, and the sums of v_K, v_R, v_L and v_E."""
-    grand, per_unit, per_input, remainder = squares
-    step = int(state["step"])
-    of_means = 1 - group["mean_beta"] ** (step - int(state.get("began", 0)))
+    """From the state of a matrix with means, the options of its group, and the sum of v_E over all units."""
+    (units, inputs), step = (param.shape[0], param.shape[1:].numel()), int(state["step"])
+    of_means = max(1 - group["mean_beta"] ** (step - int(state["means_start_step"])), math.ulp(0.0))
     of_remainder = 1 - group["betas"][1] ** step
-    energy = Parts(grand / of_means, per_unit / of_means, per_input / of_means, remainder / of_remainder)
-    (units, k), (q, *rest) = state["units"].shape, state["inputs"].shape
-    return MeanStatistics(number, name, (units, math.prod(rest)), (k, q), energy)
+    v_K, v_R, v_L = (float(state[key].double().sum()) for key in ("grand_sq", "unit_sq", "input_sq"))
+    energy = Parts(v_K / of_means, units * v_R / of_means, inputs * v_L / of_means, inputs * rest / of_remainder)
+    num_means = state["unit_basis"].shape[1], state["input_basis"].shape[0]
+    return MeanStatistics(number, name, (units, inputs), num_means, energy)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

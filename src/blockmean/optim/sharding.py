@@ -1,18 +1,19 @@
 """Parameters that are sharded over processes (DTensor): what is local of them, and sums over all shards.
 
-Everything that a step knows of a sharded tensor as a whole is a sum over its shards. So it adds up small arrays, one
-collective per process group for all of them, and moves no parameter, gradient or moment. Along mesh dims that replicate
-a tensor nothing is added. Where no tensor is sharded, nothing here communicates, and no process group is needed.
+Everything that a step knows of a sharded tensor as a whole is a sum over its shards. So `reduce` adds up small arrays,
+in one collective per process group for all of them, and no parameter, gradient or moment ever moves. Mesh dims that
+replicate a tensor are left alone. Where no tensor is sharded, nothing here communicates or needs a process group.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from blockmean.blocks import Box
@@ -134,127 +135,33 @@ def placed_like(param: Tensor, value: Tensor, dims: Sequence[int]) -> Tensor:
     return like(param, value[tuple(own)].contiguous(), dims)
 
 
-class Request(NamedTuple):
-    """A tensor that is to be replaced by its sum over process groups."""
+class Sum(NamedTuple):
+    """What this process has of a sum over process groups."""
 
     value: Tensor
     groups: tuple[ProcessGroup, ...]
 
 
-def add_up(requests: Sequence[Request], dtype: torch.dtype | None = None) -> None:
-    """Replace tensors by their sums over processes, in place: one collective per process group for all of them.
+def reduce(sums: Sequence[Sum], dtype: torch.dtype | None = None) -> None:
+    """Complete sums over processes, in place: one collective per process group for all of them.
 
     All processes of a group must ask for the same, in the same order. Without a dtype, the widest of them is taken.
     """
-    import torch.distributed as dist
-
-    for group in groups_in(requests):
-        own = [request.value for request in requests if group in request.groups]
-        device = device_of(group, own[0].device)
-        common = dtype or reduce(torch.promote_types, [value.dtype for value in own])
+    for group in groups_in(sums):
+        own = [one.value for one in sums if group in one.groups]
+        common = dtype or functools.reduce(torch.promote_types, [value.dtype for value in own])
+        # On the device of the numbers if the group can, else on its own: parameters may be offloaded.
+        able = group._device_types
+        device = own[0].device if any(one.type == own[0].device.type for one in able) else able[0]
         buffer = torch.cat([value.flatten().to(device, common) for value in own])
         dist.all_reduce(buffer, group=group)
         for value, part in zip(own, buffer.split([value.numel() for value in own]), strict=True):
             value.copy_(part.view_as(value))
 
 
-def groups_in(requests: Iterable[Request]) -> list[ProcessGroup]:
-    """The process groups of all requests, each once."""
-    return list(dict.fromkeys(group for request in requests for group in request.groups))
-
-
-def device_of(group: ProcessGroup, preferred: torch.device) -> torch.device:
-    """Where a process group can add up: on the device of the numbers, or on its own (parameters may be offloaded)."""
-    able = group._device_types
-    return preferred if any(device.type == preferred.type for device in able) else able[0]
-
-
-class Question(NamedTuple):
-    """What a process wants to know in a step."""
-
-    requests: Sequence[Request] = ()
-    about: Any = None  # what processes have to agree on besides the sizes of their requests
-    dtype: torch.dtype = torch.float64
-    votes: Sequence[bool] = ()  # of which each wants to know how many processes have cast it
-    at_first: Callable[[], Any] = lambda: None  # what they compare besides, only when they meet
-
-
-class Exchange:
-    """What processes tell each other in a step: one collective per process group, in which errors are noticed, too.
-
-    Buffers must have the same size everywhere. So processes first compare what they are going to exchange, in a
-    collective of its own; whoever later has something else to exchange, or failed, says so in a buffer of the size that
-    was agreed on. If all have something else (a new parameter group, loaded state), they compare again.
-    """
-
-    def __init__(self) -> None:
-        self._agreed: Agreement | None = None
-        self._doubts = False
-
-    def doubt(self) -> None:
-        """Compare again in the next step, for something has changed that is not compared in every one."""
-        self._doubts = True
-
-    def add_up(
-        self, question: Question, failure: Exception | None, find_groups: Callable[[], list[ProcessGroup]]
-    ) -> list[float]:
-        """Add up the requests, or raise on all processes. Returns for every vote the share of those who have cast it.
-
-        Args:
-            failure: why this process cannot take part.
-            find_groups: returns the process groups of all parameters.
-        """
-        shapes = [(request.value.shape, request.groups) for request in question.requests]
-        groups = groups_in(question.requests)
-        wanted = Agreement(question.about, shapes, question.dtype, groups, len(question.votes))
-        while True:
-            if self._agreed is None:
-                self._meet(wanted, question.at_first, failure, find_groups)
-            agreed = self._agreed
-            assert agreed is not None
-            changed = failure is None and (self._doubts or wanted != agreed)
-            if failure is None and not changed:
-                asked, votes = list(question.requests), question.votes
-            else:
-                asked = [Request(torch.zeros(shape, device="cpu"), over) for shape, over in agreed.asked]
-                votes = [False] * agreed.num_votes
-            flags = torch.tensor([failure is not None, changed, True, *votes], dtype=agreed.dtype, device="cpu")
-            add_up([Request(flags, tuple(agreed.groups)), *asked], agreed.dtype)
-            failed, others, everyone, *cast = flags.tolist()
-            if failed:
-                raise failure or RuntimeError(FAILED)
-            if not others:
-                return [count / everyone for count in cast]
-            if others != everyone:
-                raise RuntimeError(DISAGREE)
-            self._agreed = None
-
-    def _meet(
-        self,
-        wanted: Agreement,
-        at_first: Callable[[], Any],
-        failure: Exception | None,
-        find_groups: Callable[[], list[ProcessGroup]],
-    ) -> None:
-        """Compare with the other processes what is going to be exchanged, and what is compared only now."""
-        same = failure is None
-        known = (wanted.about, wanted.dtype, wanted.num_votes, at_first() if wanted.groups else None)
-        for group in wanted.groups if failure is None else find_groups():
-            shapes = [tuple(shape) for shape, over in wanted.asked if group in over]
-            same = _agrees(number_of(repr((known, shapes))), same, group)
-        if not same:
-            raise failure or RuntimeError(DISAGREE)
-        self._agreed, self._doubts = wanted, False
-
-
-class Agreement(NamedTuple):
-    """What all processes exchange in a step."""
-
-    about: Any
-    asked: list[tuple[torch.Size, tuple[ProcessGroup, ...]]]
-    dtype: torch.dtype
-    groups: list[ProcessGroup]
-    num_votes: int
+def groups_in(sums: Iterable[Sum]) -> list[ProcessGroup]:
+    """The process groups of all sums, each once."""
+    return list(dict.fromkeys(group for one in sums for group in one.groups))
 
 
 FAILED = "Another process failed in this step; its own error says why. Nothing was changed here."
@@ -264,16 +171,83 @@ DISAGREE = (
 )
 
 
-def number_of(description: str) -> float:
-    """A number that float64 holds exactly, and that differs for different texts."""
-    return float(int.from_bytes(hashlib.sha256(description.encode()).digest()[:6], "big"))
+class Contract(NamedTuple):
+    """What processes have agreed to exchange in every step: buffers must have the same sizes everywhere."""
+
+    shapes: list[tuple[torch.Size, tuple[ProcessGroup, ...]]]
+    dtype: torch.dtype
+    num_flags: int
 
 
-def _agrees(number: float, same: bool, group: ProcessGroup) -> bool:
-    """Whether all processes of a group have the same number, and none knows already of others that differ."""
-    import torch.distributed as dist
+class Exchange:
+    """The sums between the passes of a step, with flags beside them by which all processes raise or skip together.
 
-    numbers = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device="cpu")
-    numbers[dist.get_rank(group)] = number if same else torch.nan
-    add_up([Request(numbers, (group,))], torch.float64)
-    return bool((numbers == numbers[0]).all())
+    Before the first step processes compare what they are going to exchange (a handshake). After that, one that fails,
+    or has something else to exchange, says so in a buffer of the agreed size. If all have something else (loaded state,
+    a new parameter group), they shake hands again.
+    """
+
+    def __init__(self) -> None:
+        self._agreed: Contract | None = None
+        self._stale = False
+
+    def invalidate(self) -> None:
+        """Shake hands again in the next step: something has changed that is not compared in every one."""
+        self._stale = True
+
+    def reduce(
+        self,
+        sums: Sequence[Sum],
+        flags: Sequence[bool],
+        failure: Exception | None,
+        groups: list[ProcessGroup],
+        fingerprint: Callable[[], object],
+    ) -> list[float]:
+        """Complete the sums, or raise on all processes. Returns for every flag the share of those who have raised it.
+
+        Args:
+            failure: why this process cannot take part.
+            groups: the process groups of all parameters.
+            fingerprint: returns what has to be the same everywhere; asked for in a handshake only.
+        """
+        dtype = functools.reduce(torch.promote_types, [one.value.dtype for one in sums], torch.float32)
+        wanted = Contract([(one.value.shape, one.groups) for one in sums], dtype, len(flags))
+        while True:
+            if self._agreed is None:
+                self._handshake(wanted, failure, groups, fingerprint)
+            agreed = self._agreed or wanted
+            changed = failure is None and (self._stale or wanted != agreed)
+            own, raised = list(sums), list(flags)
+            if failure is not None or changed:
+                own = [Sum(torch.zeros(shape, device="cpu"), over) for shape, over in agreed.shapes]
+                raised = [False] * agreed.num_flags
+            control = torch.tensor([failure is not None, changed, True, *raised], dtype=agreed.dtype, device="cpu")
+            reduce([Sum(control, tuple(groups)), *own], agreed.dtype)
+            failed, others, everyone, *counts = control.tolist()
+            if failed:
+                raise failure or RuntimeError(FAILED)
+            if not others:
+                return [count / everyone for count in counts]
+            if others != everyone:
+                raise RuntimeError(DISAGREE)
+            self._agreed = None
+
+    def _handshake(
+        self,
+        wanted: Contract,
+        failure: Exception | None,
+        groups: list[ProcessGroup],
+        fingerprint: Callable[[], object],
+    ) -> None:
+        """Raise on all processes unless all of them want to exchange the same."""
+        same, known = failure is None, fingerprint() if failure is None else None
+        for group in groups:
+            shapes = [tuple(shape) for shape, over in wanted.shapes if group in over]
+            digest = hashlib.sha256(repr((known, wanted.dtype, wanted.num_flags, shapes)).encode()).digest()[:6]
+            numbers = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device="cpu")
+            numbers[dist.get_rank(group)] = float(int.from_bytes(digest, "big")) if same else torch.nan
+            reduce([Sum(numbers, (group,))])
+            same = bool((numbers == numbers[0]).all())
+        if not same:
+            raise failure or RuntimeError(DISAGREE)
+        self._agreed, self._stale = wanted, False

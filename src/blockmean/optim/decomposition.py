@@ -1,0 +1,375 @@
+"""Anova's arithmetic, in plain functions of tensors: project, precondition, refresh. Equations: the head of anova.py.
+
+Every tensor has a batch dim in front, for equal matrices that take a step together: G is (n, O, I), U (n, O, k),
+V (n, I, q). A process may have only some rows and columns of a matrix: then G and M are what it has of them, U, X, MV
+and v_E have its rows, V, Y and UM its columns. Whatever is a sum over all rows or columns is completed by `reduce`,
+which does nothing where a process has them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockmean._linalg import NOISE, in_float64, orthonormalized
+
+FORGET = 0.95
+"""ρ: decay of the averages that U and V follow."""
+
+FACTORS = (0.7, 5.0)
+"""The range of c, which lifts no learning rate above `LIFT`."""
+
+LIFT = 3e-3
+
+Sums = dict[str, list[Tensor]]
+"""Sums over the "units", the "inputs" or "both": for each tensor of a kind, one for every batch of matrices."""
+
+Reduce = Callable[[Sums], None]
+"""Completes sums in place, where other processes have some of the rows or columns."""
+
+
+class Squares(NamedTuple):
+    """One number for every block of a matrix: a mean square, or an average of those."""
+
+    K: Tensor  # (n, k, q), for every grand mean
+    R: Tensor  # (n, q), for every column of R
+    L: Tensor  # (n, k), for every row of L
+    E: Tensor  # (n, O), for every row of E
+
+
+class Means(NamedTuple):
+    """What a batch of matrices has learned, and M in these coordinates."""
+
+    U: Tensor  # (n, O, k)
+    V: Tensor  # (n, I, q), a view: the state has Vᵀ
+    X: Tensor  # (n, O, k), which U follows
+    Y: Tensor  # (n, I, q), which V follows
+    K: Tensor  # (n, k, q), Uᵀ M V
+    MV: Tensor  # (n, O, q)
+    UM: Tensor  # (n, k, I)
+    v: Squares
+    variance: Tensor  # (n,), average of the mean square of all entries of G
+    factor: Tensor  # (n,), c
+
+
+class Products(NamedTuple):
+    """What pass 1 takes from a gradient, and each product's side."""
+
+    GV: Tensor  # (n, O, q)
+    UG: Tensor  # (n, k, I)
+    K: Tensor  # (n, k, q)
+    rows: Tensor  # (n, O), squared lengths
+    total: Tensor  # (n,), squared length of all of it
+
+    sides = ("inputs", "units", "both", "inputs", "both")
+
+
+class Sketches(NamedTuple):
+    """What needs complete products: sketches of a matrix, and squares of its means."""
+
+    X: Tensor  # (n, O, k), G (Uᵀ G)ᵀ
+    Y: Tensor  # (n, I, q), Gᵀ (G V)
+    LL: Tensor  # (n, k, k), L Lᵀ
+    RR: Tensor  # (n, q), squared lengths of the columns of R
+
+    sides = ("inputs", "units", "inputs", "units")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of one step, equal for a batch of matrices."""
+
+    beta1: float
+    beta2: float
+    mean_beta: float
+    lr: float
+    weight_decay: float
+    eps: float
+    step: int  # this one included
+    age: int  # steps since the means started, this one included
+    refreshes: bool  # whether U and V turn after this step
+
+    @property
+    def bias_correction1(self) -> float:
+        return float(1 - self.beta1**self.step)
+
+    @property
+    def bias_corrections(self) -> list[float]:
+        """Of v_K, v_R, v_L and v_E."""
+        of_means = 1 - self.mean_beta**self.age
+        return [of_means, of_means, of_means, 1 - self.beta2**self.step]
+
+    @property
+    def betas(self) -> tuple[float, float, float, float]:
+        """Of v_K, v_R, v_L and v_E."""
+        return self.mean_beta, self.mean_beta, self.mean_beta, self.beta2
+
+
+class Place(NamedTuple):
+    """Which rows, or columns, of a matrix a process has."""
+
+    index: Tensor | None = None  # None: all
+    total: int = 0  # of the whole matrix
+
+    def alive(self, x: Tensor) -> Tensor:
+        """Which rows of what a process has are not zero, (n, own, …) → (n, all); the rows of others are 0."""
+        own = (x != 0).any(-1).to(x.dtype)
+        return own if self.index is None else own.new_zeros(len(x), self.total).index_copy_(1, self.index, own)
+
+    def own(self, x: Tensor) -> Tensor:
+        """(n, all, …) → (n, own, …)."""
+        return x if self.index is None else x.index_select(1, self.index)
+
+
+class Matrices(NamedTuple):
+    """A batch of equal matrices that take a step."""
+
+    G: Tensor  # (n, O, I)
+    M: Tensor  # (n, O, I)
+    means: Means
+    shape: tuple[int, int]  # of a whole matrix
+    places: tuple[Place, Place]  # of its rows and columns
+    numbers: Numbers
+
+
+# -------------------------------------------------------------------- pass 1
+
+
+def project(A: Tensor, U: Tensor, V: Tensor) -> Products:
+    """The thin products of a matrix, and the squared lengths of its rows."""
+    AV, UA = A @ V, U.mT @ A
+    rows = torch.linalg.vector_norm(A, dim=-1).square()
+    return Products(AV, UA, U.mT @ AV, rows, rows.sum(-1))
+
+
+def sketch(A: Tensor, U: Tensor, V: Tensor, products: Products) -> Sketches:
+    """Second products of a matrix, for complete first ones."""
+    AV, UA, K, *_ = products
+    L = UA - K @ V.mT
+    return Sketches(A @ UA.mT, A.mT @ AV, L @ L.mT, (AV - U @ K).square().sum(-2))
+
+
+def sums_of(found: Sequence[Products] | Sequence[Sketches]) -> Sums:
+    """These of every batch, by the side that they are sums over."""
+    sums: Sums = {}
+    for i, side in enumerate(found[0].sides if found else ()):
+        sums.setdefault(side, []).extend(one[i] for one in found)
+    return sums
+
+
+# -------------------------------------------------------------------- between the passes
+
+
+def mean_squares(U: Tensor, products: Products, found: Sketches, shape: tuple[int, int]) -> Squares:
+    """The mean square of every block, without E itself:
+
+        ‖E_i‖² = ‖G_i‖² − ‖(GV)_i‖² − 2 U_i·(G Lᵀ)_i + ‖U_i L‖²,     G Lᵀ = X − G V Kᵀ
+
+    but at least the rounding error of that: a remainder that is small must not count as none, or it would take a step
+    that is far too long.
+    """
+    (units, inputs), GV, K = shape, products.GV, products.K
+    GL = found.X - GV @ K.mT
+    rows = products.rows - GV.square().sum(-1) - 2 * (U * GL).sum(-1) + ((U @ found.LL) * U).sum(-1)
+    rows = rows.maximum(8 * torch.finfo(rows.dtype).eps * products.rows)
+    return Squares(K.square(), found.RR / units, found.LL.diagonal(dim1=-2, dim2=-1) / inputs, rows / inputs)
+
+
+def update_moments_(matrices: Matrices, products: Products, found: Sketches) -> None:
+    """First and second moments of the means, and sketches. MV, UM and K follow M by linearity."""
+    means, numbers = matrices.means, matrices.numbers
+    for average, value in zip((means.MV, means.UM, means.K), products[:3], strict=True):
+        average.lerp_(value, 1 - numbers.beta1)
+    squares = mean_squares(means.U, products, found, matrices.shape)
+    for v, square, beta in zip(means.v, squares, numbers.betas, strict=True):
+        v.lerp_(square, 1 - beta)
+    means.variance.lerp_(products.total / math.prod(matrices.shape), 1 - numbers.beta2)
+    means.X.lerp_(found.X, 1 - FORGET)
+    means.Y.lerp_(found.Y, 1 - FORGET)
+
+
+def roots(v: Squares, numbers: Numbers, floors: Sequence[Tensor | float]) -> list[Tensor]:
+    """√v̂ + ε of every block, and a floor besides."""
+    smallest = torch.finfo(v.K.dtype).tiny ** 0.5  # 0 / 0 is 0
+    return [
+        (x / correction).sqrt_().add_(numbers.eps + floor).clamp_(min=smallest)
+        for x, correction, floor in zip(v, numbers.bias_corrections, floors, strict=True)
+    ]
+
+
+def precondition(matrices: Matrices, products: Products) -> tuple[Tensor, Tensor, Tensor]:
+    """c δ as a diagonal and a product of low rank: diag(d) M + left · right."""
+    means, (units, inputs) = matrices.means, matrices.shape
+    U, V, K, MV, UM = means.U, means.V, means.K, means.MV, means.UM
+    # What is zero but for rounding must not take a full step.
+    noise = (NOISE * products.total.sqrt())[:, None]
+    floors = noise[..., None], noise * units**-0.5, noise * inputs**-0.5, noise * (units * inputs) ** -0.5
+    root_K, root_R, root_L, root_E = roots(means.v, matrices.numbers, floors)
+    d = root_E.reciprocal_().unsqueeze(-1)
+    c = means.factor.clamp(max=max(LIFT / max(matrices.numbers.lr, LIFT / FACTORS[1]), FACTORS[0]))[:, None, None]
+    of_inputs = U @ (K / root_K) + (MV - U @ K) / root_R.unsqueeze(-2) - d * MV
+    of_units = U / root_L.unsqueeze(-2) - d * U
+    return c * d, c * torch.cat([of_inputs, of_units], -1), torch.cat([V.mT, UM - K @ V.mT], -2)
+
+
+# -------------------------------------------------------------------- pass 2
+
+
+def update_(params: Sequence[Tensor], matrices: Matrices, direction: tuple[Tensor, Tensor, Tensor]) -> None:
+    """M ← average of G;  θ ← (1 − η w) θ − η c δ, rounded once to the parameters' own dtype."""
+    M, numbers = matrices.M, matrices.numbers
+    M.lerp_(matrices.G, 1 - numbers.beta1)
+    d, left, right = direction
+    rate, decay = numbers.lr / numbers.bias_correction1, 1 - numbers.lr * numbers.weight_decay
+    if len(params) == 1 and params[0].dtype == M.dtype and params[0].is_contiguous():
+        params[0].view(M.shape).baddbmm_(left, right, beta=decay, alpha=-rate).addcmul_(M, d, value=-rate)
+        return
+    for param, delta in zip(params, torch.baddbmm(M * d, left, right).unbind(), strict=True):
+        param.copy_((param.to(M.dtype) * decay).sub_(delta.view(param.shape), alpha=rate))
+
+
+# -------------------------------------------------------------------- start and refresh
+
+
+def start_(batches: Sequence[Matrices], reduce: Reduce) -> None:
+    """U and V become cosines, the first of which is the plain mean, and take two iterations on the first gradient."""
+    count, sides = len(batches), _sides([(b.G, b.G.mT) for b in batches])
+    alive = _alive(batches, [b.G for b in batches])
+    reduce({"both": alive})
+    bases = _cosines(batches, alive)
+    for _ in range(2):
+        thin = [A.mT @ W for A, W in zip(sides, bases, strict=True)]
+        reduce(_by_side(thin))
+        found = [A @ x for A, x in zip(sides, thin, strict=True)]
+        reduce(_by_side(found[count:] + found[:count]))
+        bases = orthonormalized(found, bases, bases, lambda sums: reduce(_by_side(sums)))
+    for b, U, V in zip(batches, bases[:count], bases[count:], strict=True):
+        b.means.U.copy_(U)
+        b.means.V.copy_(V)
+
+
+def refresh_(batches: Sequence[Matrices], reduce: Reduce) -> None:
+    """U and V turn to what they follow; M is projected anew, and second moments follow the rotation roughly."""
+    count, means = len(batches), [b.means for b in batches]
+    sketches, bases = _sides([(m.X, m.Y) for m in means]), _sides([(m.U, m.V) for m in means])
+    lengths, alive = [W.square().sum(-2, keepdim=True) for W in bases], _alive(batches, [b.M for b in batches])
+    reduce({"both": alive, **_by_side(lengths)})
+    # Columns are zero if fewer rows than columns had a gradient at the start: cosines over those that have one now.
+    waves = _cosines(batches, alive)
+    revived = [W + wave * (length == 0) for W, wave, length in zip(bases, waves, lengths, strict=True)]
+    new = orthonormalized(sketches, revived, bases, lambda sums: reduce(_by_side(sums)))
+    turns = [W.mT @ N for W, N in zip(bases, new, strict=True)]
+    kept = [N.mT @ S for N, S in zip(new, sketches, strict=True)]
+    products = [project(b.M, U, V) for b, U, V in zip(batches, new[:count], new[count:], strict=True)]
+    sums = sums_of(products)
+    for side, values in (*_by_side(turns).items(), *_by_side(kept).items()):
+        sums[side] += values
+    reduce(sums)
+    for i, own in enumerate(means):
+        by_U, by_V = turns[i].square(), turns[count + i].square()
+        own.v.K.copy_(by_U.mT @ own.v.K @ by_V)
+        own.v.R.copy_((own.v.R.unsqueeze(-2) @ by_V).squeeze(-2))
+        own.v.L.copy_((own.v.L.unsqueeze(-2) @ by_U).squeeze(-2))
+        own.U.copy_(new[i])
+        own.V.copy_(new[count + i])
+        own.X.copy_(new[i] @ kept[i])
+        own.Y.copy_(new[count + i] @ kept[count + i])
+    adopt_average_(batches, products, reduce)
+
+
+def adopt_average_(batches: Sequence[Matrices], products: Sequence[Products], reduce: Reduce) -> None:
+    """Take over M's products in new coordinates; bound the steps that follow from it, and choose their factor.
+
+    In fixed coordinates |m̂| ≤ b √v̂ holds for every average, by Cauchy and Schwarz. After a turn second moments know
+    little of the new coordinates. They are raised until it holds again, and then it does until the next turn.
+    """
+    found = [sketch(b.M, b.means.U, b.means.V, p) for b, p in zip(batches, products, strict=True)]
+    reduce(sums_of(found))
+    for b, p, s in zip(batches, products, found, strict=True):
+        numbers = b.numbers
+        for average, value in zip((b.means.MV, b.means.UM, b.means.K), p[:3], strict=True):
+            average.copy_(value)
+        for v, square, beta, correction in zip(
+            b.means.v, mean_squares(b.means.U, p, s, b.shape), numbers.betas, numbers.bias_corrections, strict=True
+        ):
+            bound = adam_bound(numbers.beta1, beta, numbers.step) * numbers.bias_correction1
+            v.copy_(v.maximum(square * (correction / bound**2)))
+    choose_factor_(batches, products, found, reduce)
+
+
+def choose_factor_(
+    batches: Sequence[Matrices], products: Sequence[Products], found: Sequence[Sketches], reduce: Reduce
+) -> None:
+    """c: what a step with one second moment for all entries of a matrix promises to gain, over what δ does.
+
+    A mean is one coordinate for many entries: while gradients agree, it would move less at AdamW's rates than they do
+    under AdamW. Gains are to first order, ⟨A, A/σ⟩ and ⟨A, δ⟩, for the average gradient or the first one, A.
+    """
+    gains, gains_of_rows = [], []
+    for b, p, s in zip(batches, products, found, strict=True):
+        units, inputs = b.shape
+        squares = zip(mean_squares(b.means.U, p, s, b.shape), roots(b.means.v, b.numbers, (0.0,) * 4), strict=True)
+        K, R, L, E = ((square / root).flatten(1).sum(-1) for square, root in squares)
+        gains.append(K + units * R + inputs * L)
+        gains_of_rows.append(inputs * E)
+    reduce({"units": gains_of_rows})
+    for b, p, gain, of_rows in zip(batches, products, gains, gains_of_rows, strict=True):
+        sigma = (b.means.variance / (1 - b.numbers.beta2**b.numbers.step)).sqrt()
+        b.means.factor.copy_((p.total / sigma / (gain + of_rows)).nan_to_num(FACTORS[0]).clamp(*FACTORS))
+
+
+def _sides(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """What belongs to the units of all matrices, then what belongs to their inputs."""
+    return [unit for unit, _ in pairs] + [inputs for _, inputs in pairs]
+
+
+def _by_side(values: list[Tensor]) -> Sums:
+    """Sums over units, then sums over inputs, of all matrices."""
+    return {"units": values[: len(values) // 2], "inputs": values[len(values) // 2 :]}
+
+
+def _alive(batches: Sequence[Matrices], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Which rows, then which columns, of every matrix are not zero: sums over both."""
+    pairs = zip(matrices, (b.places for b in batches), strict=True)
+    return _sides([(rows.alive(A), columns.alive(A.mT)) for A, (rows, columns) in pairs])
+
+
+def _cosines(batches: Sequence[Matrices], alive: Sequence[Tensor]) -> list[Tensor]:
+    """Cosines over the rows that are alive, then over the columns, of every matrix."""
+    bases = _sides([(b.means.U, b.means.V) for b in batches])
+    places = [b.places[0] for b in batches] + [b.places[1] for b in batches]
+    return [place.own(cosines(x > 0, W.shape[-1]).to(W)) for x, W, place in zip(alive, bases, places, strict=True)]
+
+
+def cosines(alive: Tensor, k: int) -> Tensor:
+    """k orthonormal columns over the rows that are alive: their plain mean, then cosines of growing frequency.
+
+    (…, n) → (…, n, k). Where fewer than k rows are alive, columns are left over, and zero.
+    """
+    alive = in_float64(alive)
+    count, column = alive.sum(-1, keepdim=True)[..., None], torch.arange(k, device=alive.device)
+    angle = (alive.cumsum(-1) - 0.5)[..., None] * (math.pi / count.clamp(min=1)) * column
+    waves = torch.cos(angle) * alive[..., None] * (2 / count.clamp(min=1)).sqrt() * (column < count)
+    waves[..., :1] *= 0.5**0.5
+    return waves
+
+
+def adam_bound(beta1: float, beta2: float, t: int) -> float:
+    """The most that |m̂| / √v̂ of an Adam can be after t steps, by Cauchy and Schwarz.
+
+    It grows without end unless β₁² < β₂; then t is at most three times the memory of m, which has 95% of its weight.
+    """
+    if beta2 == 0:
+        return math.inf
+    ratio = beta1**2 / beta2
+    if ratio >= 1:
+        t = min(t, math.ceil(3 / (1 - beta1)))
+    if t * math.log(ratio or 1) > 700:  # more than a float can hold
+        return math.inf
+    powers = float(t) if ratio == 1 else (1 - ratio**t) / (1 - ratio)
+    return (1 - beta1) / (1 - beta1**t) * math.sqrt((1 - beta2**t) / (1 - beta2) * powers)
