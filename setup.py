@@ -1,5 +1,6 @@
 """Build the native kernels, and the page of a package index. All else about the package is in pyproject.toml.
 
+The kernels are a plain shared library that Python loads with ctypes, so one wheel serves every Python and every torch.
 Without a compiler the package installs without them, and every step runs on torch's operations.
 """
 
@@ -13,21 +14,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
-HERE = Path("src/blockmean/optim/native")
-# Compiled once for every instruction set, of which the module chooses one when it is loaded.
-# With what each adds to the flags below.
-KERNELS: dict[str, list[str]] = {"kernels.cpp": [], "spectrum.cpp": [], "anova.cpp": ["-ffp-contract=fast"]}
-REST = ["module.cpp", "pool.cpp", "solve.cpp", "watch.cpp"]
+HERE = Path("src/blockmean/optim/kernels")
+# Compiled once for every instruction set, of which the library chooses one when it is loaded.
+KERNELS = ["kernels.cpp"]
+REST = ["library.cpp", "pool.cpp"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 X86 = {"plain": [], "avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-mavx2", "-mfma", "-mf16c", *AVX512]}
 if stand_in := os.environ.get("BLOCKMEAN_STAND_IN"):  # a header with the intrinsics of AVX-512, to test without it
     X86["avx512"] = [*X86["avx2"], "-DVECTOR_BYTES=64", "-include", stand_in]
 VARIANTS = X86 if platform.machine().lower() in ("x86_64", "amd64") else {"plain": []}
 # No -ffast-math: where it reaches the linker, it switches denormal numbers off for the whole process.
-FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"]
-# Python asks for the opposite of both: -fwrapv costs time in loops, -g makes the module seven times as large.
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"]
+# Python asks for the opposite of both: -fwrapv costs time in loops, -g makes the library seven times as large.
 FLAGS += ["-fno-wrapv", "-g0"]
 FLAGS += ["-ffp-contract=off"]  # the source says which products are fused
 FLAGS += ["-Wno-maybe-uninitialized"]  # gcc's own AVX-512 headers
@@ -42,31 +44,41 @@ def readme() -> str:
 
 
 class BuildKernels(build_ext):
-    """Compile the kernels several times, each time with other flags."""
+    """A shared library without Python's ABI, from kernels that are compiled several times with other flags."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
         if sys.platform == "win32":
-            raise OSError("the kernels need gcc or clang")
+            raise CompileError("the kernels need gcc or clang")
         flags = FLAGS + (SANITIZE if os.environ.get("BLOCKMEAN_SANITIZE") else [])
-        macros = [("Py_LIMITED_API", "0x030B0000")]
 
-        def compiled(variant: str, source: str) -> list[str]:
+        def compiled(source: str, variant: str, *more: str) -> list[str]:
+            (Path(self.build_temp) / variant / HERE).mkdir(parents=True, exist_ok=True)
             return self.compiler.compile(
                 [str(HERE / source)],
                 output_dir=str(Path(self.build_temp) / variant),
-                macros=[*macros, ("VARIANT", variant)],
-                extra_postargs=flags + VARIANTS[variant] + KERNELS[source],
+                macros=[("VARIANT", variant)],
+                extra_postargs=[*flags, *more],
             )
 
         # The slowest first, and as many at a time as there are processors.
-        jobs = [(variant, source) for source in reversed(KERNELS) for variant in reversed(VARIANTS)]
-        for variant in VARIANTS:
-            (Path(self.build_temp) / variant / HERE).mkdir(parents=True, exist_ok=True)
+        jobs = [(source, variant, *VARIANTS[variant]) for source in KERNELS for variant in reversed(VARIANTS)]
+        jobs += [(source, "any", *(["-DSTAND_IN"] if stand_in else [])) for source in REST]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            ext.extra_objects += [one for found in pool.map(compiled, *zip(*jobs, strict=True)) for one in found]
-        ext.extra_compile_args = [*flags, *(["-DSTAND_IN"] if stand_in else [])]
-        ext.extra_link_args = ["-pthread", *(["-fsanitize=address,undefined"] if "-g" in flags else [])]
-        super().build_extension(ext)
+            objects = [one for found in pool.map(lambda job: compiled(*job), jobs) for one in found]
+        path = self.get_ext_fullpath(ext.name)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        linking = ["-pthread", *(["-fsanitize=address,undefined"] if "-g" in flags else [])]
+        self.compiler.link_shared_object(objects, path, extra_postargs=linking, target_lang="c++")
+
+
+class PlatformWheel(bdist_wheel):
+    """One wheel for every Python of a platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 setup(
@@ -74,14 +86,12 @@ setup(
     long_description_content_type="text/markdown",
     ext_modules=[
         Extension(
-            "blockmean.optim.native._kernels",
-            sources=[str(HERE / source) for source in REST],
+            "blockmean.optim.kernels.libblockmean",
+            sources=[str(HERE / source) for source in [*KERNELS, *REST]],
             depends=[str(path) for path in sorted(HERE.glob("*.[ch]pp"))],
             language="c++",
-            py_limited_api=True,
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildKernels},
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
 )

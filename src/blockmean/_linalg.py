@@ -41,10 +41,10 @@ def to_float64(x: Tensor) -> Tensor:
 
 def in_float64(x: Tensor) -> Tensor:
     """In float64, which some devices do not have: then on the CPU."""
-    return x.to(home_of(x.device), torch.float64)
+    return x.to(float64_device(x.device), torch.float64)
 
 
-def home_of(device: torch.device) -> torch.device:
+def float64_device(device: torch.device) -> torch.device:
     """Where numbers in float64 about tensors on a device are kept."""
     return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
 

@@ -9,18 +9,17 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from blockmean._checks import require_number
+from blockmean._checks import require_choice, require_number
 from blockmean.blocks import By
+from blockmean.optim.base import arithmetic
 from blockmean.optim.correction import CorrectedOptimizer
 from blockmean.optim.forms import FORMS, Rule
-from blockmean.optim.passes import arithmetic
 
 VARIANTS = ("paper", "consistent", "weighted")
 
@@ -60,9 +59,6 @@ class AdaGradBMA(CorrectedOptimizer):
     """
 
     entry_state = ("sum",)
-    not_negative = ("lr", "weight_decay", "eps", "lr_decay", "initial_accumulator_value")
-    switches = ("maximize", "correction")
-    choices = MappingProxyType({"variant": VARIANTS})
 
     def __init__(
         self,
@@ -103,10 +99,14 @@ class AdaGradBMA(CorrectedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        floor = group["eigenvalue_floor"]
-        require_number(floor, "eigenvalue_floor", type(self).__name__, positive=True, optional=True)
+    def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
+        super().check_options(group, ranges=ranges)
+        owner = type(self).__name__
+        require_choice(group["variant"], VARIANTS, "variant", owner)
+        if ranges:
+            require_number(group["lr_decay"], "lr_decay", owner)
+            require_number(group["initial_accumulator_value"], "initial_accumulator_value", owner)
+            require_number(group["eigenvalue_floor"], "eigenvalue_floor", owner, positive=True, optional=True)
 
     def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         start, dtype = group["initial_accumulator_value"], arithmetic(param.dtype)

@@ -11,10 +11,11 @@ from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require_number
 from blockmean._linalg import LinAlgError, eigh
-from blockmean.optim.forms import FORMS, Rule
+from blockmean.optim.base import GroupStep, arithmetic, distinct
+from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep, refuse_fused
 from blockmean.optim.layout import Component
-from blockmean.optim.optimizer import BlockMeanOptimizer, Work, distinct
-from blockmean.optim.passes import arithmetic, effective_grad, move_
+from blockmean.optim.passes import move_
+from blockmean.optim.sharding import is_distributed
 
 FULL_LIMIT = 2**30
 """Default limit on the size of H, in bytes; pass `max_bytes` for a larger one."""
@@ -44,9 +45,6 @@ class AdaGradFull(BlockMeanOptimizer):
     >>> optimizer.step()
     """
 
-    not_negative = ("lr", "weight_decay", "lr_decay")
-    takes_shards = False
-
     def __init__(
         self,
         params: ParamsT | nn.Module,
@@ -74,38 +72,52 @@ class AdaGradFull(BlockMeanOptimizer):
         }
         super().__init__(params, defaults)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
+    def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
+        super().check_options(group, ranges=ranges)
         owner, limit = type(self).__name__, group["max_bytes"]
-        require_number(limit, "max_bytes", owner, optional=True)
+        refuse_fused(group, owner)
+        require_number(group["eigenvalue_floor"], "eigenvalue_floor", owner, positive=True)
+        if ranges:
+            require_number(group["lr_decay"], "lr_decay", owner)
+            require_number(limit, "max_bytes", owner, optional=True)
+
+    def layout_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Users who choose the full matrix know its cost: no warning."""
+        owner, limit = type(self).__name__, group["max_bytes"]
         entries = sum(param.numel() for param in distinct(group))
         if limit is not None and 8 * entries**2 > limit:
             raise ValueError(
                 f"{owner} would need {8 * entries**2:,} bytes for the matrix of {entries:,} parameters, more than the "
                 f"limit of {limit:,}. Raise max_bytes, split the parameters into groups, or take AdaGradBMA."
             )
-
-    def check_kinds(self, group: dict[str, Any]) -> None:
-        super().check_kinds(group)
-        require_number(group["eigenvalue_floor"], "eigenvalue_floor", type(self).__name__, positive=True)
-
-    def decompositions(self, group: dict[str, Any]) -> float:
-        return 0.0  # users who choose the full matrix know its cost: no warning
+        for i, param in enumerate(distinct(group)):
+            if is_distributed(param):
+                raise ValueError(
+                    f"{owner} needs all entries of all gradients in one place, so it does not take sharded parameters "
+                    f"(DTensor). Parameter {i} is one. Use AdaGradBMA, or DistributedDataParallel."
+                )
+        return {"max_bytes": None}
 
     def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {"step": torch.tensor(0.0, dtype=torch.float32)}
 
-    def block_sums(self, work: Work) -> Tensor:
+    def block_sums(self, work: BlockStep) -> Tensor:
         """The gradient itself: every entry is a block."""
         group = work.group
-        rule = Rule(FORMS["none"], None, 0.0, group["weight_decay"], group["maximize"], 0.0)
-        grads = [
-            param.new_zeros(param.numel()) if grad is None else effective_grad(param, grad, rule).flatten()
-            for param, grad in zip(work.params, work.grads, strict=True)
-        ]
+        grads = []
+        for param, grad in zip(work.params, work.grads, strict=True):
+            g = grad.to(arithmetic(param.dtype))
+            g = -g if group["maximize"] else g
+            grads.append(g.add(param, alpha=group["weight_decay"]).flatten())
         return torch.cat(grads).double().unsqueeze(0)
 
-    def solve(self, work: Work) -> Tensor:
+    def update_(self, work: BlockStep) -> None:
+        """H ← H + g gᵀ, θ ← θ − η H^-½ g."""
+        for param, step, delta in zip(work.params, work.steps, work.per_member(self._solve(work)), strict=True):
+            rate = float(work.group["lr"]) / (1 + (step - 1) * work.group["lr_decay"])
+            move_(param, delta.view(param.shape).to(arithmetic(param.dtype)), rate)
+
+    def _solve(self, work: BlockStep) -> Tensor:
         """H^-½ g, restricted to the principal submatrix of the entries that have a gradient."""
         g, floor = work.sums[0], work.group["eigenvalue_floor"]
         step = torch.zeros_like(g)
@@ -124,15 +136,7 @@ class AdaGradFull(BlockMeanOptimizer):
         self._last[work.number] = (g, step - g)
         return step
 
-    def apply_(self, work: Work, solution: Tensor) -> None:
-        lr = float(work.group["lr"])
-        pieces = zip(work.params, work.grads, work.steps, work.per_block(solution), strict=True)
-        for param, grad, step, delta in pieces:
-            if grad is not None:
-                dtype = arithmetic(param.dtype)
-                rate = lr / (1 + (step - 1) * work.group["lr_decay"])
-                move_(param, delta.view(param.shape).to(dtype), rate)
-
-    def matrices(self, work: Work) -> Iterator[tuple[Component, Tensor]]:
-        for component, part in self.statistics(work, ["U"], keep=False):
+    def matrices(self, step: GroupStep) -> Iterator[tuple[Component, Tensor]]:
+        step.work.sums = torch.zeros(1, 0, dtype=torch.float64, device=step.work.device)
+        for component, part in self.statistics(step.work, ["U"], keep=False):
             yield component, part["U"]

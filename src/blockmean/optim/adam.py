@@ -17,9 +17,9 @@ from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require_adamw, require_betas, require_number
 from blockmean.blocks import By
+from blockmean.optim.base import arithmetic
 from blockmean.optim.correction import CorrectedOptimizer
 from blockmean.optim.forms import FORMS, Rule
-from blockmean.optim.passes import arithmetic
 
 
 class AdamBMA(CorrectedOptimizer):
@@ -61,8 +61,6 @@ class AdamBMA(CorrectedOptimizer):
     """
 
     entry_state = ("exp_avg", "exp_avg_sq")
-    switches = ("maximize", "correction")
-    not_negative = ("lr", "weight_decay", "eps")
 
     def __init__(
         self,
@@ -103,15 +101,14 @@ class AdamBMA(CorrectedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        require_betas(group["betas"], type(self).__name__)
-        require_number(group["correction_cap"], "correction_cap", type(self).__name__, optional=True)
-
-    def check_kinds(self, group: dict[str, Any]) -> None:
-        super().check_kinds(group)
-        require_number(group["eigenvalue_floor"], "eigenvalue_floor", type(self).__name__, positive=True)
-        require_adamw(group, type(self).__name__)
+    def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
+        super().check_options(group, ranges=ranges)
+        owner = type(self).__name__
+        require_number(group["eigenvalue_floor"], "eigenvalue_floor", owner, positive=True)
+        require_adamw(group, owner)
+        if ranges:
+            require_betas(group["betas"], owner)
+            require_number(group["correction_cap"], "correction_cap", owner, optional=True)
 
     def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         def zeros() -> Tensor:

@@ -1,4 +1,4 @@
-"""Between the two passes: turn block sums into one number per block.
+"""A diagonal method with a correction between blocks: both passes, and between them one small problem.
 
     U ← U + u uᵀ  (or its average)      A = U / (n nᵀ)      root = A^-½ − I      c = N [root + I − diag κ] N b
 
@@ -9,25 +9,25 @@ take exactly the step of the principal submatrix without it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping
 from itertools import groupby
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockmean._linalg import LinAlgError, home_of, inverse_root_minus_identity, times
-from blockmean.blocks import By
-from blockmean.optim import native
+from blockmean._checks import require, require_number
+from blockmean._linalg import LinAlgError, inverse_root_minus_identity, times
+from blockmean.blocks import TensorBlocks
+from blockmean.optim import kernels
+from blockmean.optim.base import GroupStep, State, require_state, shown_names
+from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep
 from blockmean.optim.forms import SMALLEST_LAMBDA, Form, Rule
-from blockmean.optim.layout import Component, Layout, Pieces
-from blockmean.optim.native.solver import Solver, can_solve
-from blockmean.optim.optimizer import BlockMeanOptimizer, Work, finite_blocks, shown_names
-from blockmean.optim.passes import NATIVE, Tensors, choose, wants_native
-from blockmean.optim.sharding import local
+from blockmean.optim.kernels import CACHED_ENTRIES, Native, geometry, why_not_native
+from blockmean.optim.layout import Component
+from blockmean.optim.passes import Foreach, Tensors, rows_of
+from blockmean.optim.sharding import local, reduce
+from blockmean.optim.statistics import own_statistics
 
 
 def accumulate_(U: Tensor, u: Tensor, beta: float | None, present: Tensor | None) -> None:
@@ -83,196 +83,162 @@ def capped(c: Tensor, diagonal: Tensor, weight: Tensor, cap: float) -> Tensor:
     return torch.where(weight > 0, c.clamp(-limit, limit), 0.0)
 
 
-NOTHING = torch.empty(0)
+def measures(work: BlockStep, form: Form) -> tuple[Tensor, Tensor]:
+    """The current n of every block (0: the block sits out), and the scale of the form, (L,)."""
+    if form.is_weighted:
+        n = work.sums[2].sqrt()
+        return n, torch.where(n > 0, 1 / n, 0.0)
+    n = work.sums[1]
+    return n, torch.where(n > 0, work.layout.sizes.to(n, non_blocking=True).rsqrt(), 0.0)
 
 
 class Part(NamedTuple):
-    """Pieces that share a rule and an implementation of the passes."""
+    """Neighbours that share a rule and an implementation of the passes."""
 
-    run: slice  # among the pieces of the group
-    columns: slice  # among their blocks, in the order of pieces
+    corrects: bool
+    columns: slice  # among the blocks of all members, in order
+    passes: Foreach | Native
+
+
+class Plan(NamedTuple):
+    """How a group takes a step."""
+
     rule: Rule
-    tensors: Tensors
-    passes: Any
-
-
-@dataclass
-class Plan:
-    """How a group takes its steps."""
-
-    options: tuple[Any, ...]  # what the choice of parts depends on
-    parts: list[Part]  # those to correct, followed by those that take the plain step
-    columns: Tensor  # (rows, blocks of all pieces in order)
-    solver: Solver | None = None
-
-    def is_local(self, layout: Layout) -> bool:
-        """Whether the kernels may solve block by block, as they update: each block for itself, from its own sums alone.
-
-        Not in the first step of a plan: nobody has looked at the moments yet, and they could be anything. Not with a
-        cap: squares of diagonal steps may overflow, which has to be noticed before anything changes.
-        """
-        rule = self.parts[0].rule
-        return self.solver is not None and layout.is_diagonal and rule.form.is_weighted and rule.cap is None
+    parts: list[Part]
+    by_block: bool  # pass 2 solves, each block for itself
+    columns: Tensor  # (rows, blocks of all members)
 
 
 class CorrectedOptimizer(BlockMeanOptimizer):
     """A diagonal method with a correction between blocks, given by a `Rule` and its `Form`."""
 
-    statistics_kept = MappingProxyType({"U": "matrix", "energy": "vector", "root": "matrix", "root_of": "mask"})
-    leaves_plain = True
-    keeps_lists = True
-    has_kernels = True
+    entry_state: ClassVar[tuple[str, ...]]
+    """Moments: state with one number per entry. The last one is the second moment."""
 
     def rule(self, group: dict[str, Any]) -> Rule:
         """The method that the options of a group select."""
         raise NotImplementedError
 
-    def measures_diagonal(self, group: dict[str, Any]) -> bool:
+    def is_normalised(self, group: dict[str, Any]) -> bool:
         return self.rule({**group, "correction": True}).form.is_weighted
 
-    # ---------------------------------------------------------------- which tensors the native kernels take
+    def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
+        super().check_options(group, ranges=ranges)
+        owner, k = type(self).__name__, group["refresh_every"]
+        require(isinstance(group["correction"], bool), "correction", owner, "True or False", group["correction"], TypeError)
+        whole = isinstance(k, int) and not isinstance(k, bool)
+        require(whole and k >= 1, "refresh_every", owner, "a whole number >= 1", k)
+        if ranges:
+            require_number(group["eps"], "eps", owner)
+        if group["fused"] and not kernels.is_available():
+            raise RuntimeError(f"{owner}(fused=True) needs native kernels. {kernels.MISSING}, or take fused=None.")
 
-    def _make_layout(
-        self, group: dict[str, Any], tensors: list[Tensor], by: By, outputs: Sequence[int | Tensor]
-    ) -> Layout:
-        layout = super()._make_layout(group, tensors, by, outputs)
-        if group["fused"]:
-            pieces = layout.whole
-            self._refuse_fused(group, {i: native.refusal(local(tensors[i]), None, [], cut) for i, _, cut, _ in pieces})
-        return layout
+    def check_state(self, number: int, group: dict[str, Any], states: Mapping[int, State]) -> None:
+        require_state(self.param_groups[number], states, dict.fromkeys(states, self.entry_state), type(self).__name__)
+        super().check_state(number, group, states)
 
-    def pieces(self, work: Work, device: torch.device) -> Pieces:
-        """Whole tensors for the kernels, and pieces of the others."""
-        group = work.group
-        if not wants_native(group["foreach"], group["fused"]):
-            return super().pieces(work, device)
-        reasons: dict[int, str | None] = {}
-        cuts = {piece.tensor: piece.cut for piece in work.layout.whole}
-        written = []
-        for i, state in work.states.items():
-            param, moments = local(work.tensors[i]), [local(state[key]) for key in self.entry_state]
-            cut = cuts.get(i, work.layout.cuts[i])
-            reasons[i] = native.refusal(param, work.gradient(i), moments, cut)
-            written += [(i, x) for x in (param, *moments) if not reasons[i]]
-        reasons.update(dict.fromkeys(native.overlapping(written), "shares memory with another"))
-        if group["fused"]:
-            self._refuse_fused(group, reasons)
-        work.native = {i for i, reason in reasons.items() if not reason}
-        everything = len(work.native) == len(work.tensors)
-        return work.layout.whole if everything else work.layout.split_except(work.native)
+    def layout_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        decompositions = 1 / group["refresh_every"] if group["correction"] else 0.0
+        return {"leave_plain": True, "decompositions": decompositions}
 
-    def _refuse_fused(self, group: dict[str, Any], reasons: dict[int, str | None]) -> None:
-        for i, reason in reasons.items():
-            if reason:
-                owner, name = type(self).__name__, shown_names(group)[i]
-                raise RuntimeError(
-                    f"{owner}(fused=True) takes native kernels, which cannot serve {name}: it {reason}. "
-                    "Take fused=None."
-                )
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group, layout = self.param_groups[-1], self._layouts[-1]
+        for member in layout.local if group["fused"] else ():
+            if reason := why_not_native(local(layout.params[member.tensor]), None, (), member.cut):
+                self.param_groups.pop()
+                self._layouts.pop()
+                raise RuntimeError(self._cannot_serve(group, member.tensor, reason))
 
-    # ---------------------------------------------------------------- the hooks
+    # ---------------------------------------------------------------- pass 1
 
-    def _plan(self, work: Work) -> Plan:
-        """The parts of a step, or those of the last one with the numbers of this one."""
-        rule, group = self.rule(work.group), work.group
-        plan: Plan | None = work.plan
-        options = (rule.form, rule.cap is None, group["refresh_every"] > 1, group["foreach"], group["fused"])
-        if plan is not None and plan.options == options:
-            plan.parts = [
-                part._replace(
-                    rule=rule if part.rule.form.corrects else rule.plain(),
-                    tensors=part.tensors._replace(grads=work.grads[part.run], steps=work.steps[part.run]),
-                )
-                for part in plan.parts
-            ]
-            return plan
-        *first, second = (work.moments[key] for key in self.entry_state)
-        lists = Tensors(work.params, work.grads, first[0] if first else [], second, work.steps, work.cuts)
-        count = sum(blocks.start < work.layout.num_coupled for blocks in work.blocks) if rule.form.corrects else 0
-        shape = native.rows_of(rule if count else rule.plain()), sum(cut.count for cut in work.cuts)
-        home = home_of(work.tensors[0].device)
-        plan = Plan(options, [], torch.zeros(shape, dtype=torch.float64, device=home))
-        start = 0
-        for (corrects, is_native), group_of in groupby(
-            range(len(work.params)), lambda j: (j < count, work.grads[j] is not None and work.indices[j] in work.native)
-        ):
-            members = list(group_of)
-            run = slice(members[0], members[-1] + 1)
-            tensors, own = lists.part(run), rule if corrects else rule.plain()
-            columns = slice(start, start := start + sum(cut.count for cut in tensors.cuts))
-            fused = group["fused"] if is_native else False
-            passes = choose(tensors, group["foreach"], fused, plan.columns[:, columns])
-            plan.parts.append(Part(run, columns, own, tensors, passes))
-        return plan
-
-    def num_rows(self, group: dict[str, Any]) -> int:
-        return native.rows_of(self.rule(group))
-
-    def block_sums(self, work: Work) -> Tensor:
-        plan = work.plan = self._plan(work)
-        finite = work.in_order
+    def block_sums(self, work: BlockStep) -> Tensor:
+        plan = work.plan = self._dispatch(work)
+        finite = True
         for part in plan.parts:
-            if isinstance(part.passes, NATIVE):
-                by_block = part.rule.form.corrects and plan.is_local(work.layout)
-                part.passes.block_sums(part.rule, part.tensors, by_block)
-                finite = finite and part.passes.is_finite
-            else:
-                sums = part.passes.block_sums(part.rule, part.tensors)
-                plan.columns[: len(sums), part.columns] = sums
-                finite = False  # nobody has looked yet
-        work.is_finite = finite or None
+            finite &= part.passes.block_sums(plan.columns[:, part.columns])
+        work.is_finite = finite
         return plan.columns
 
-    def apply_(self, work: Work, solution: tuple[Tensor, Tensor | None] | None) -> None:
-        c, kappa = (work.in_order_of_pieces(x) if x is not None else x for x in solution or (None, None))
-        good = True
-        for part in work.plan.parts:
-            if isinstance(part.passes, NATIVE) and part.passes.is_local:
-                good &= part.passes.solve_and_apply_(part.rule, work.plan.solver, work.sums)
-                continue
-            own = [x[part.columns] if x is not None and part.rule.form.corrects else NOTHING for x in (c, kappa)]
-            part.passes.apply_(part.rule, part.tensors, *own)
-        if not good:
-            raise ValueError(_describe_state(work))
-
-    def _keep(self, work: Work) -> None:
-        super()._keep(work)
-        work.plan.parts = [part._replace(tensors=part.tensors._replace(grads=[])) for part in work.plan.parts]
-
-    def _solver(self, work: Work, names: Collection[str], initial: float) -> Solver | None:
-        """The native solve, if all tensors take part."""
-        plan: Plan | None = work.plan
-        if plan is None or not work.in_order:
-            return None
-        if plan.solver is None:
-            corrected = [part.passes for part in plan.parts if part.rule.form.corrects]
-            if all(isinstance(passes, NATIVE) for passes in corrected) and can_solve(
-                work.layout, work.states, names, self.statistics_kept
+    def _dispatch(self, work: BlockStep) -> Plan:
+        """Who computes what: C++ all tensors that it serves and may have, torch the others."""
+        group, layout, members = work.group, work.layout, work.members
+        rule = self.rule(group)
+        *first, second = (work.moments(name) for name in self.entry_state)
+        tensors = Tensors(work.params, work.grads, first[0] if first else [], second, work.steps, [m.cut for m in members])
+        is_native = [False] * len(members)
+        if kernels.is_available() and (group["fused"] or (group["fused"] is None and group["foreach"] is None)):
+            for j, (member, param, grad, *moments) in enumerate(
+                zip(members, work.params, work.grads, *first, second, strict=True)
             ):
-                plan.solver = Solver(work.layout, work.states, list(names), initial)
-        return plan.solver
+                reason = "has no gradient" if grad is None else why_not_native(param, grad, moments, member.cut)
+                is_native[j] = reason is None
+                if reason and group["fused"] and grad is not None:
+                    raise RuntimeError(self._cannot_serve(group, member.tensor, reason))
+        corrects = [rule.form.corrects and member.tensor in layout.component_of for member in members]
+        by_block = (
+            layout.is_diagonal
+            and not (layout.is_shared or layout.sharded)
+            and rule.form.keeps_trace
+            and rule.cap is None
+            and all(is_native[j] and _is_short(member.cut, work.params[j]) for j, member in enumerate(members) if corrects[j])
+        )
+        counts = [member.cut.count for member in members]
+        columns = torch.zeros(rows_of(rule), sum(counts), dtype=torch.float64, device=work.device)
+        parts, start = [], 0
+        for (own_rule, native), run in groupby(range(len(members)), lambda j: (corrects[j], is_native[j])):
+            own = list(run)
+            some = tensors.part(slice(own[0], own[-1] + 1))
+            end = start + sum(counts[own[0] : own[-1] + 1])
+            used = rule if own_rule else rule.plain()
+            passes = Native(used, some, by_block=by_block and own_rule) if native else Foreach(used, some)
+            parts.append(Part(own_rule, slice(start, end), passes))
+            start = end
+        return Plan(rule, parts, by_block, columns)
 
-    def solve(self, work: Work) -> tuple[Tensor, Tensor | None] | None:
-        """c and κ, one number each per block, (L,). None without a correction; κ is None if it is 1 everywhere.
+    def _cannot_serve(self, group: dict[str, Any], i: int, reason: str) -> str:
+        return (
+            f"{type(self).__name__}(fused=True) takes native kernels, which cannot serve {shown_names(group)[i]}: "
+            f"it {reason}. Take fused=None."
+        )
 
-        None also if all eigendecompositions fail: then the step is that of the diagonal method bit by bit.
+    # ---------------------------------------------------------------- the solve and pass 2
+
+    def update_(self, work: BlockStep) -> None:
+        plan: Plan = work.plan
+        self._last.pop(work.number, None)
+        c = kappa = None
+        if not plan.by_block and plan.rule.form.corrects and not work.states.keys().isdisjoint(work.layout.component_of):
+            c, kappa = (None if x is None else work.in_order_of_members(x) for x in self._solve(work, plan.rule))
+        good = True
+        for part in plan.parts:
+            if part.corrects and plan.by_block:
+                pairs = [
+                    own_statistics(work.layout, member.tensor, state)
+                    for member, state in zip(work.members, work.own, strict=True)
+                    if member.tensor in work.layout.component_of
+                ]
+                good = part.passes.solve_and_apply_(pairs, plan.columns[:, part.columns])
+                lengths = work.assembled(plan.columns)
+                self._last[work.number] = lengths[2], lengths[3]
+            elif part.corrects:
+                part.passes.apply_(*(None if x is None else x[part.columns] for x in (c, kappa)))
+            else:
+                part.passes.apply_(None, None)
+        if not good:
+            raise ValueError(_describe_state(work, self._last[work.number][0]))
+
+    def _solve(self, work: BlockStep, rule: Rule) -> tuple[Tensor | None, Tensor | None]:
+        """c and κ, one number each per block, (L,); κ is None if it is 1 everywhere.
+
+        Both are None if all eigendecompositions fail: then the step is that of the diagonal method bit by bit.
         """
-        rule, u = self.rule(work.group), work.sums[0]
-        form = rule.form
+        form, u = rule.form, work.sums[0]
         keeps_trace = form.keeps_trace and rule.cap is None  # a cap bounds the whole correction, and so has λ = 1
-        if not form.corrects or work.states.keys().isdisjoint(work.layout.component_of):
-            self._last.pop(work.number, None)
-            return None
         names = ["U", "energy"] if form.is_weighted else ["U"]
         if work.group["refresh_every"] > 1 and not work.layout.is_diagonal:  # a diagonal has nothing to decompose
             names += ["root", "root_of"]
-        solver = self._solver(work, names, rule.initial)
-        if solver is not None:
-            self._last[work.number] = (solver.common, solver.change)
-            if work.plan.parts[0].passes.is_local:  # `apply_` will do it
-                return None
-            return solver.solve(rule, work.sums, self.count_fallback, partial(_is_due, work))
-        n, scale = self._measures(work, form)
+        n, scale = measures(work, form)
         common = scale * (u if form.takes_raw_sums else work.sums[3 if form.is_weighted else 2])
         change, kappa = torch.zeros_like(common), torch.ones_like(common)
         beta, failed = None if rule.betas is None else rule.betas[1], True
@@ -293,21 +259,15 @@ class CorrectedOptimizer(BlockMeanOptimizer):
                 kappa[blocks] = balance(part["U"], own, work.layout.sizes[blocks].to(own, non_blocking=True))
         self._last[work.number] = (common, change)
         if failed:
-            return None
+            return None, None
         c = scale * (change + (1 - kappa) * common)
         if rule.cap is not None:
             c = capped(c, work.sums[4], work.sums[5], rule.cap)
         return c, kappa if keeps_trace else None
 
-    def _measures(self, work: Work, form: Form) -> tuple[Tensor, Tensor]:
-        """The current n of every block (0: the block sits out), and the scale of the form, (L,)."""
-        if form.is_weighted:
-            n = work.sums[2].sqrt()
-            return n, torch.where(n > 0, 1 / n, 0.0)
-        n = work.sums[1]
-        return n, torch.where(n > 0, work.layout.sizes.to(n, non_blocking=True).rsqrt(), 0.0)
-
-    def _root(self, work: Work, rule: Rule, component: Component, part: dict[str, Tensor], n: Tensor) -> Tensor | None:
+    def _root(
+        self, work: BlockStep, rule: Rule, component: Component, part: dict[str, Tensor], n: Tensor
+    ) -> Tensor | None:
         """A^-½ − I, or the stored one if no refresh is due; None if the eigendecomposition fails."""
         layout = work.layout
         if "root" in part:
@@ -316,7 +276,8 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             for i in moving:
                 first = layout.starts[i] - component.blocks.start
                 present[first : first + layout.counts[i]] = True
-            if not _is_due(work, moving) and torch.equal(part["root_of"], present):
+            is_due = any((int(work.states[i]["step"]) - 1) % work.group["refresh_every"] == 0 for i in moving)
+            if not is_due and torch.equal(part["root_of"], present):
                 return part["root"]
             part["root_of"].copy_(present)
         A = normalised(part["U"], n, rule.form.keeps_diagonal)
@@ -331,27 +292,30 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             part["root"].copy_(root)
         return root
 
-    def matrices(self, work: Work) -> Iterator[tuple[Component, Tensor]]:
-        asked = replace(work, group={**work.group, "correction": True}, plan=None)
-        asked.sums = self.block_sums(asked)
-        self._complete([asked])
-        work.sums, form = asked.sums, self.rule(asked.group).form
-        if not form.corrects or work.states.keys().isdisjoint(work.layout.component_of):
+    def matrices(self, step: GroupStep) -> Iterator[tuple[Component, Tensor]]:
+        work: BlockStep = step.work
+        work.group = {**work.group, "correction": True}
+        form = self.rule(work.group).form
+        self._sum(step)
+        reduce(step.sums)
+        work.add_shares()
+        if work.states.keys().isdisjoint(work.layout.component_of):
             return
-        n, _ = self._measures(work, form)
+        n, _ = measures(work, form)
         for component, part in self.statistics(work, ["U", "energy"] if form.is_weighted else ["U"], keep=False):
             own = n[component.blocks]
             own = part["energy"].sqrt() * (own > 0) if form.is_weighted else own
             yield component, normalised(part["U"], own, form.keeps_diagonal)
 
 
-def _is_due(work: Work, members: Sequence[int]) -> bool:
-    """Whether a new root is due for the matrix of these tensors."""
-    return any((int(work.states[i]["step"]) - 1) % work.group["refresh_every"] == 0 for i in members)
+def _is_short(cut: TensorBlocks, param: Tensor) -> bool:
+    """Whether blocks lie in one run each, of two entries or more that stay in the cache."""
+    found = geometry(cut.shape, param.stride(), cut.dims)
+    return found is not None and found[0] == 1 and 1 < found[2] <= CACHED_ENTRIES[kernels.ARITHMETIC[param.dtype]]
 
 
-def _describe_state(work: Work) -> str:
-    i = int((~finite_blocks(work.sums)).nonzero()[0])
+def _describe_state(work: BlockStep, common: Tensor) -> str:
+    i = int((~common.isfinite()).nonzero()[0])
     return (
         f"The state of {work.layout.owners[i]} is not finite, or has been changed so that the sums over block "
         f"{work.layout.names[i]} overflow. The parameters in such blocks stay as they are, all others took their step. "

@@ -27,7 +27,6 @@ momentum μ and weight decay w:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,19 +34,22 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require, require_number
-from blockmean._linalg import NEGLIGIBLE, LinAlgError, damped_solve, home_of, in_float64
+from blockmean._linalg import NEGLIGIBLE, LinAlgError, damped_solve, in_float64
 from blockmean.blocks import By
+from blockmean.optim.base import GroupStep, arithmetic
+from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep, refuse_fused
 from blockmean.optim.correction import accumulate_, average_, normalised
 from blockmean.optim.layout import Component
-from blockmean.optim.optimizer import BlockMeanOptimizer, Work
-from blockmean.optim.passes import arithmetic, move_
-from blockmean.optim.sharding import Request, add_up, groups_of
+from blockmean.optim.passes import move_
+from blockmean.optim.sharding import Sum, groups_of, reduce
 
 ADAPT = 1.5
 """The factor by which `adapt_damping` raises or lowers the damping."""
 
 DAMPING_RANGE = (1e-3, 1e6)
 """The range in which `adapt_damping` keeps the damping."""
+
+STATISTICS = ["U", "weight", "variance", "total", "total_variance", "count"]
 
 
 class NaturalGradientBMA(BlockMeanOptimizer):
@@ -83,20 +85,6 @@ class NaturalGradientBMA(BlockMeanOptimizer):
     >>> optimizer.step()
     """
 
-    entry_state = optional_state = ("momentum_buffer",)
-    statistics_kept = MappingProxyType(
-        {
-            "U": "matrix",
-            "weight": "vector",
-            "variance": "vector",
-            "total": "matrix",
-            "total_variance": "vector",
-            "count": "vector",
-        }
-    )
-    not_negative = ("lr", "weight_decay", "damping")
-    switches = ("maximize", "adapt_damping")
-
     def __init__(
         self,
         params: ParamsT | nn.Module,
@@ -131,13 +119,19 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         self._predicted = 0.0
         super().__init__(params, defaults)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
+    def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
+        super().check_options(group, ranges=ranges)
         owner = type(self).__name__
+        adapts = group["adapt_damping"]
+        require(isinstance(adapts, bool), "adapt_damping", owner, "True or False", adapts, TypeError)
+        refuse_fused(group, owner)
+        if not ranges:
+            return
+        require_number(group["damping"], "damping", owner)
         for name in ("beta", "momentum"):
             require_number(group[name], name, owner)
             require(group[name] < 1, name, owner, "below 1", group[name])
-        if group["adapt_damping"]:
+        if adapts:
             require(group["damping"] > 0, "damping", owner, "> 0 with adapt_damping=True", group["damping"])
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -157,32 +151,24 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         also over those that replicate them, or else replicas would adapt differently."""
         total = torch.tensor([change, 1.0], dtype=torch.float64, device="cpu")
         params = [param for group in self.param_groups for param in group["params"]]
-        add_up([Request(total, tuple(dict.fromkeys(g for param in params for g in groups_of(param))))], torch.float64)
+        reduce([Sum(total, tuple(dict.fromkeys(g for param in params for g in groups_of(param))))])
         return float(total[0] / total[1])
 
     def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {"step": torch.tensor(0.0, dtype=torch.float32)}
 
-    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = super()._state_of(param, group)
-        if group["momentum"] and "momentum_buffer" not in state:  # a schedule may switch it on later
-            return {**state, "momentum_buffer": torch.zeros_like(param, dtype=arithmetic(param.dtype))}
-        return state
-
-    def num_rows(self, group: dict[str, Any]) -> int:
-        return 4
-
-    def block_sums(self, work: Work) -> Tensor:
-        """Rows: Σ g; squared deviations from the mean of each piece of a block; (Σ g)²/s of the piece; and, to predict
+    def block_sums(self, work: BlockStep) -> Tensor:
+        """Rows: Σ g; squared deviations from the mean of each shard of a block; (Σ g)²/s of the shard; and, to predict
         the change of the loss, Σ g (μ v + w θ).
 
-        Summed over pieces, rows two and three give the sum of squares without losing digits of the variance.
+        Summed over shards, rows two and three give the sum of squares without losing digits of the variance.
         """
-        group, columns = work.group, []
-        buffers = work.moments["momentum_buffer"]
-        for i, (param, grad, cut) in enumerate(zip(work.params, work.grads, work.cuts, strict=True)):
+        group, columns = work.group, [torch.zeros(4, 0, dtype=torch.float64, device=work.device)]
+        buffers = work.moments("momentum_buffer")
+        for param, grad, buffer, member in zip(work.params, work.grads, buffers, work.members, strict=True):
+            cut = member.cut
             if grad is None:
-                columns.append(torch.zeros(4, cut.count, dtype=torch.float64, device=home_of(param.device)))
+                columns.append(torch.zeros(4, cut.count, dtype=torch.float64, device=work.device))
                 continue
             g = _signed(param, grad, group)
             u = in_float64(cut.sum(g))
@@ -191,13 +177,33 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             carried = torch.zeros_like(u)
             if group["adapt_damping"]:
                 rest = group["weight_decay"] * param.to(g.dtype)
-                buffer = buffers[i]
                 carried = cut.sum(g * (rest if buffer is None else rest + group["momentum"] * buffer))
             columns.append(torch.stack([u, in_float64(squares), u.square() / sizes, in_float64(carried)]))
-        nothing = torch.zeros(4, 0, dtype=torch.float64, device=home_of(work.tensors[0].device))
-        return torch.cat([nothing, *columns], 1)
+        return torch.cat(columns, 1)
 
-    def solve(self, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+    def update_(self, work: BlockStep) -> None:
+        """v ← μ v + (g − mean) inverse + c, θ ← θ − η (v + w θ)."""
+        group, lr = work.group, float(work.group["lr"])
+        means, inverses, shifts = (work.per_member(x) for x in self._solve(work))
+        if group["momentum"]:
+            for i, state in work.states.items():
+                if "momentum_buffer" not in state:  # a schedule may switch it on later
+                    param = work.layout.params[i]
+                    state["momentum_buffer"] = torch.zeros_like(param, dtype=arithmetic(param.dtype))
+        buffers = work.moments("momentum_buffer")
+        for i, (param, grad, member) in enumerate(zip(work.params, work.grads, work.members, strict=True)):
+            if grad is None:
+                continue
+            g = _signed(param, grad, group)
+            shift, middle, scale = (member.cut.spread(x[i].to(g)) for x in (shifts, means, inverses))
+            step = torch.addcmul(shift, g - middle, scale)
+            if group["momentum"]:
+                step = buffers[i].mul_(group["momentum"]).add_(step)
+            if group["weight_decay"]:
+                step = step.add(param, alpha=group["weight_decay"])
+            move_(param, step, lr)
+
+    def _solve(self, work: BlockStep) -> tuple[Tensor, Tensor, Tensor]:
         """The means of the blocks, and √τ / (λ + δτ) and √τ c, (L,) each."""
         group, sizes = work.group, work.layout.sizes.to(work.sums, non_blocking=True)
         u, squares, between, carried = work.sums
@@ -206,7 +212,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         variance, lam = within / (sizes - 1).clamp(min=1), torch.zeros_like(u)
         trace = torch.zeros_like(u[0])
         found: list[tuple[Any, Tensor]] = []
-        for component, part in self.statistics(work, list(self.statistics_kept)):
+        for component, part in self.statistics(work, STATISTICS):
             blocks, beta = component.blocks, group["beta"]
             present = on[blocks]
             accumulate_(part["U"], u[blocks], beta, present)
@@ -229,41 +235,24 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         common = u * sizes.rsqrt()  # the gradient along the direction that a block's entries share
         solved = torch.zeros_like(u)
         for blocks, A in found:
-            solved[blocks] = self._solve(A * unit, group["damping"], common[blocks]) * on[blocks] * scale
+            solved[blocks] = self._damped_solve(A * unit, group["damping"], common[blocks]) * on[blocks] * scale
         self._last[work.number] = (inverse * common, solved - inverse * common)
         if group["adapt_damping"]:
             slope = float((inverse * within + solved * common + carried).sum())  # −gᵀΔθ/η
             self._predicted += float(group["lr"]) * slope / 2
         return u / sizes, inverse, solved * sizes.rsqrt()
 
-    def matrices(self, work: Work) -> Iterator[tuple[Component, Tensor]]:
-        for component, part in self.statistics(work, list(self.statistics_kept), keep=False):
-            yield component, _matrix(work.layout.sizes[component.blocks].to(part["U"]), part)
+    def matrices(self, step: GroupStep) -> Iterator[tuple[Component, Tensor]]:
+        step.work.sums = torch.zeros(1, 0, dtype=torch.float64, device=step.work.device)
+        for component, part in self.statistics(step.work, STATISTICS, keep=False):
+            yield component, _matrix(step.work.layout.sizes[component.blocks].to(part["U"]), part)
 
-    def _solve(self, A: Tensor, damping: float, b: Tensor) -> Tensor:
+    def _damped_solve(self, A: Tensor, damping: float, b: Tensor) -> Tensor:
         try:
             return damped_solve(A, damping, b)
         except LinAlgError:
             self.count_fallback(len(A))
             return damped_solve(diagonal(A), damping, b)
-
-    def apply_(self, work: Work, solution: tuple[Tensor, Tensor, Tensor]) -> None:
-        """v ← μ v + (g − mean) inverse + c, θ ← θ − η (v + w θ)."""
-        group, lr = work.group, float(work.group["lr"])
-        means, inverses, shifts = (work.per_block(x) for x in solution)
-        for i, (param, grad, cut) in enumerate(zip(work.params, work.grads, work.cuts, strict=True)):
-            if grad is None:
-                continue
-            g = _signed(param, grad, group)
-            shift, middle, scale = (cut.spread(x[i].to(g)) for x in (shifts, means, inverses))
-            step = torch.addcmul(shift, g - middle, scale)
-            if group["momentum"]:
-                buffer = work.moments["momentum_buffer"][i]
-                assert buffer is not None
-                step = buffer.mul_(group["momentum"]).add_(step)
-            if group["weight_decay"]:
-                step = step.add(param, alpha=group["weight_decay"])
-            move_(param, step, lr)
 
 
 def _matrix(sizes: Tensor, part: dict[str, Tensor]) -> Tensor:

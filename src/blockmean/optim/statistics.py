@@ -8,18 +8,62 @@ number of its matrix in the optimizer, and its first row there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from blockmean.optim.base import State
 from blockmean.optim.layout import Component, Layout
 
-State = dict[str, Any]
+KINDS = {
+    "U": "matrix",
+    "energy": "vector",
+    "root": "matrix",
+    "root_of": "mask",
+    "weight": "vector",
+    "variance": "vector",
+    "total": "matrix",
+    "total_variance": "vector",
+    "count": "vector",
+}
+"""All statistics that an optimizer of ours keeps. With coupling "none" a matrix is its diagonal."""
+
+OPTIONAL = ("root", "root_of")
+"""Those that may be missing: without a root, one is due."""
 
 
-def taking_part(layout: Layout, states: Mapping[int, State], device: torch.device) -> Iterator[Component]:
+def statistics(
+    layout: Layout,
+    known: Mapping[int, State],
+    states: Mapping[int, State],
+    names: Sequence[str],
+    like: Tensor,
+    initial: float = 0.0,
+    keep: bool = True,
+) -> Iterator[tuple[Component, dict[str, Tensor]]]:
+    """Yield the named statistics of every component that takes part; changes in place are stored afterwards.
+
+    Args:
+        known: the states of all parameters that have one.
+        states: of those that take part.
+        initial: blocks that are new start with the diagonal of U and the energy of H = `initial` I, and 0 in all else.
+        keep: whether anything is to be stored. What is not named is not kept up, and is dropped.
+    """
+    begun = {"blocks", *names}.difference(OPTIONAL)
+    for component in taking_part(layout, states, like.device):
+        held = {i: known[i] for i in component.members if begun <= known.get(i, {}).keys()}
+        gathered = gather(layout, component, names, held, initial, like)
+        yield component, gathered
+        if keep:
+            scatter(layout, component, gathered, held, states)
+            for state in (known[i] for i in component.members if i in known):
+                for name in KINDS.keys() & state.keys() - gathered.keys():
+                    del state[name]
+
+
+def taking_part(layout: Layout, states: Collection[int], device: torch.device) -> Iterator[Component]:
     """Every component with a tensor in `states`; with coupling "none" they are merged into one."""
     active = [component for component in layout.components if any(i in states for i in component.members)]
     if not layout.is_diagonal or len(active) < 2:
@@ -34,34 +78,30 @@ def taking_part(layout: Layout, states: Mapping[int, State], device: torch.devic
 def gather(
     layout: Layout,
     component: Component,
-    kinds: Mapping[str, str],
+    names: Sequence[str],
     held: Mapping[int, State],
     initial: float,
     like: Tensor,
 ) -> dict[str, Tensor]:
-    """The named statistics of a component, assembled from the rows in `held` into new tensors.
-
-    Blocks without stored rows start with the diagonal of U and the energy that H = `initial` I gives, and 0 elsewhere.
-    """
+    """The named statistics of a component, assembled from the rows in `held` into new tensors."""
     holders = {layout.starts[i]: i for i in component.members}
     holders.update({layout.starts[i]: i for i in reversed(component.members) if i in held})
     count = sum(layout.counts[i] for i in holders.values())
     gathered = {}
-    for name, kind in kinds.items():
+    for name in names:
+        kind = KINDS[name]
         wide = (count,) if kind == "matrix" and not layout.is_diagonal else ()
         dtype, device = (torch.bool, "cpu") if kind == "mask" else (like.dtype, like.device)
-        gathered[name] = values = torch.cat(
-            [
-                held[i][name]
-                if name in held.get(i, ())
-                else torch.zeros(layout.counts[i], *wide, dtype=dtype, device=device)
-                for i in holders.values()
-            ]
-        )
+        rows = [
+            held[i][name]
+            if name in held.get(i, ())
+            else torch.zeros(layout.counts[i], *wide, dtype=dtype, device=device)
+            for i in holders.values()
+        ]
+        gathered[name] = values = torch.cat(rows)
         first = 0
         for start, i in holders.items():
-            new = slice(first, first + layout.counts[i])
-            first = new.stop
+            new = slice(first, first := first + layout.counts[i])
             if i not in held:
                 values[..., new] = 0  # if a row is missing, drop its column too
                 if initial and name in ("U", "energy"):
@@ -91,6 +131,14 @@ def scatter(
         taking[i]["blocks"] = layout.place(i)
 
 
+def own_statistics(layout: Layout, i: int, state: State) -> tuple[Tensor, Tensor]:
+    """U and the energy of the blocks of a tensor that are coupled with none, which begin at 0 if they are missing."""
+    if not {"blocks", "U", "energy"} <= state.keys():
+        zeros = torch.zeros(2, layout.counts[i], dtype=torch.float64, device="cpu")
+        state.update(U=zeros[0].clone(), energy=zeros[1].clone(), blocks=layout.place(i))
+    return state["U"], state["energy"]
+
+
 def check_places(layout: Layout, states: Mapping[int, State], names: Sequence[str], remedy: str) -> None:
     """Raise unless the blocks of every component are cut and coupled as when their statistics were gathered."""
     places = {i: state["blocks"].tolist() for i, state in states.items() if "blocks" in state and "U" in state}
@@ -111,7 +159,7 @@ def check_places(layout: Layout, states: Mapping[int, State], names: Sequence[st
             )
 
 
-def arrange(layout: Layout, states: Mapping[int, State], kinds: Mapping[str, str]) -> None:
+def arrange(layout: Layout, states: Mapping[int, State]) -> None:
     """Reorder the columns of rows that were collected in a different order of blocks."""
     for component in layout.components:
         held = {i: states[i] for i in component.members if {"U", "blocks"} <= states.get(i, {}).keys()}
@@ -121,8 +169,8 @@ def arrange(layout: Layout, states: Mapping[int, State], kinds: Mapping[str, str
             where[first : first + count] = torch.arange(row, row + count, device="cpu")
             state["blocks"] = layout.place(i)
         for state in held.values():
-            for name, kind in kinds.items():
-                if kind == "matrix" and not layout.is_diagonal and name in state:
+            for name in state.keys() & KINDS.keys():
+                if KINDS[name] == "matrix" and not layout.is_diagonal:
                     state[name] = _with_columns(state[name], where)
 
 
@@ -132,8 +180,3 @@ def _with_columns(rows: Tensor, where: Tensor) -> Tensor:
         return rows
     index, gone = where.clamp(min=0).to(rows.device), (where < 0).to(rows.device)
     return rows.index_select(1, index).masked_fill_(gone, 0)
-
-
-def without_gaps(state: State) -> State:
-    """A state without the empty dicts that torch.distributed.checkpoint inserts for missing values."""
-    return {key: value for key, value in state.items() if not (isinstance(value, dict) and not value)}

@@ -1,0 +1,394 @@
+"""The base of AdaGradBMA, AdamBMA, NaturalGradientBMA and AdaGradFull: block sums, a small solve, the update.
+
+    block_sums   a small array, (rows, L), in float64; row 0 sums the gradient; nothing changes
+    (base.py completes the sums of sharded parameters and checks that all are finite)
+    update_      statistics between blocks → numbers per block → state and parameters
+
+An optimizer implements `init_state`, `block_sums`, `update_` and `matrices`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from blockmean._checks import require, require_choice
+from blockmean._linalg import float64_device
+from blockmean.blocks import BY, By, NamedParameters, cut, outputs_of
+from blockmean.optim.base import BaseOptimizer, GroupStep, State, distinct, given_names, shown_names, state_of
+from blockmean.optim.inspection import BlockStatistics, eigenvalues_of
+from blockmean.optim.layout import COUPLINGS, Component, Layout, LocalBlocks
+from blockmean.optim.sharding import Sum, box_of, local, sides_of
+from blockmean.optim.statistics import KINDS, arrange, check_places, statistics
+
+ANEW = "Construct the optimizer anew."
+
+
+@dataclass
+class BlockStep:
+    """The blocks of a parameter group during a step: parallel lists over the tensors that take part, as blocks go."""
+
+    number: int  # of the group
+    group: dict[str, Any]
+    layout: Layout
+    states: dict[int, State]  # of parameters with a gradient, by index
+    device: torch.device  # of the sums
+    members: list[LocalBlocks] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)  # what is local of them
+    grads: list[Tensor | None] = field(default_factory=list)  # None: only counts in a block that it shares with others
+    own: list[State] = field(default_factory=list)  # the state of each
+    steps: list[int] = field(default_factory=list)  # this one included
+    present: Tensor | None = None  # which blocks take part, (L,); None: all
+    in_order: bool = False  # the blocks of all members, concatenated, are those of the group
+    sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L)
+    shares: dict[int, Tensor] = field(default_factory=dict)  # sums of sharded tensors, (rows, blocks), by index
+    is_finite: bool = False  # whether all sums are known to be
+    plan: Any = None  # what `block_sums` hands on to `update_`
+
+    def moments(self, name: str) -> list[Any]:
+        """What is local of a state tensor, for every member; None where there is none."""
+        if self.layout.sharded:
+            return [None if (x := state.get(name)) is None else local(x) for state in self.own]
+        return [state.get(name) for state in self.own]
+
+    def in_order_of_members(self, values: Tensor) -> Tensor:
+        """Numbers per block of the group as those of every member, concatenated."""
+        return values if self.in_order else torch.cat([values[:0], *(values[m.blocks] for m in self.members)])
+
+    def per_member(self, values: Tensor) -> list[Tensor]:
+        """Numbers per block of the group, for every member."""
+        return list(self.in_order_of_members(values).split([member.cut.count for member in self.members]))
+
+    def assembled(self, columns: Tensor) -> Tensor:
+        """(rows, L): the sums of all members, placed at their blocks. Members that share blocks add up."""
+        if self.in_order:
+            return columns
+        out = columns.new_zeros(len(columns), self.layout.num_blocks)
+        index = [torch.arange(m.blocks.start, m.blocks.stop, device=columns.device) for m in self.members]
+        return out.index_add_(1, torch.cat(index), columns) if index else out
+
+    def add_shares(self) -> None:
+        """Add what all processes together have of sharded tensors."""
+        for i, share in self.shares.items():
+            self.sums[:, self.layout.starts[i] : self.layout.starts[i] + self.layout.counts[i]] += share
+
+
+class BlockMeanOptimizer(BaseOptimizer):
+    """An optimizer with blocks. Coupling never crosses groups; each behaves like a separate optimizer.
+
+    Attributes:
+        skipped_steps: how many steps were skipped because a gradient was not finite (nonfinite="skip").
+        diagonal_fallbacks: how many eigendecompositions failed and were replaced by the diagonal step.
+    """
+
+    def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
+        self.diagonal_fallbacks = 0
+        self._layouts: list[Layout] = []  # one per group
+        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # the last step of a group along its blocks
+        self._partition: By | None = defaults.get("partition")
+        if callable(self._partition):  # groups and defaults must stay picklable
+            defaults["partition"] = "custom"
+        super().__init__(params, defaults)
+
+    # ---------------------------------------------------------------- what an optimizer implements
+
+    def block_sums(self, work: BlockStep) -> Tensor:
+        """Pass 1: (rows, blocks of all members in order); row 0 sums the gradient. Changes nothing."""
+        raise NotImplementedError
+
+    def update_(self, work: BlockStep) -> None:
+        """Update the statistics between blocks, state and parameters."""
+        raise NotImplementedError
+
+    def matrices(self, step: GroupStep) -> Iterator[tuple[Component, Tensor]]:
+        """A of every component, outside a step, for `block_statistics`."""
+        raise NotImplementedError
+
+    def layout_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What `Layout` has to know about this optimizer."""
+        return {"decompositions": 1.0}
+
+    def is_normalised(self, group: dict[str, Any]) -> bool:
+        """Whether A_ii is the energy of a block along its mean, in units of the gradient's own size."""
+        return False
+
+    def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
+        super().check_options(group, ranges=ranges)
+        if "coupling" in group:
+            require_choice(group["coupling"], COUPLINGS, "coupling", type(self).__name__)
+
+    # ---------------------------------------------------------------- the step
+
+    def read(self, step: GroupStep) -> None:
+        step.work = self._begin(step)
+        self._sum(step)
+
+    def write(self, steps: list[GroupStep]) -> None:
+        busy = [step for step in steps if step.states]
+        counters = [state["step"] for step in busy for state in step.states.values()]
+        if counters:
+            torch._foreach_add_(counters, torch.tensor(1.0, device="cpu"), alpha=1.0)
+        for step in busy:
+            step.work.add_shares()
+            if step.work.members or step.work.layout.sharded:
+                self.update_(step.work)
+
+    def _sum(self, step: GroupStep) -> None:
+        """Pass 1. The sums of sharded tensors stay apart until all processes have added theirs."""
+        work, layout = step.work, step.work.layout
+        columns = self.block_sums(work)
+        if layout.sharded:
+            work.shares = {i: columns.new_zeros(len(columns), layout.counts[i]) for i in layout.sharded}
+            split = columns.split([member.cut.count for member in work.members], 1)
+            for member, own in zip(work.members, split, strict=True):
+                if member.is_shard:
+                    first = member.blocks.start - layout.starts[member.tensor]
+                    work.shares[member.tensor][:, first : first + member.cut.count] = own
+                    own.zero_()
+            step.sums = [Sum(x, sides_of(step.params[i]).both) for i, x in work.shares.items()]
+        work.sums = work.assembled(columns)
+        if layout.sharded or not work.is_finite:
+            every = [work.sums, *work.shares.values()]
+            step.evidence = [*every, *(x[0].square() for x in every)]  # U holds squares
+
+    def _begin(self, step: GroupStep) -> BlockStep:
+        """The lists of a step. Also of parameters without a gradient, in blocks where another one has a gradient."""
+        layout = self._layout(step.number, step.params)
+        states = taking_part = step.states
+        if layout.is_shared and len(states) < len(step.params):
+            touched = {layout.starts[i] for i in states if layout.counts[i]}
+            others = [i for i in layout.component_of if i not in states and layout.starts[i] in touched]
+            taking_part = {**states, **{i: state_of(self, step.params[i], step.group) for i in others}}
+        device = float64_device(step.params[0].device)
+        work = BlockStep(step.number, step.group, layout, states, device)
+        for member in layout.local:
+            i = member.tensor
+            state = taking_part.get(i)
+            if state is None:
+                continue
+            grad = step.grads.get(i)
+            work.members.append(member)
+            work.params.append(local(step.params[i]) if member.is_shard else step.params[i])
+            work.grads.append(grad)
+            work.own.append(state)
+            work.steps.append(int(state["step"].item()) + (grad is not None))
+        complete = len(taking_part) == len(step.params) or all(
+            i in taking_part for i, count in enumerate(layout.counts) if count
+        )
+        work.in_order = complete and not layout.is_shared and not layout.sharded
+        if not complete:
+            present = torch.zeros(layout.num_blocks, dtype=torch.bool, device="cpu")
+            for i in taking_part:
+                present[layout.starts[i] : layout.starts[i] + layout.counts[i]] = True
+            work.present = present.to(device, non_blocking=True)
+        return work
+
+    def statistics(
+        self, work: BlockStep, names: Sequence[str], initial: float = 0.0, keep: bool = True
+    ) -> Iterator[tuple[Component, dict[str, Tensor]]]:
+        """The named statistics of every component that takes part; changes in place are kept, if `keep`."""
+        known = {i: self.state[param] for i, param in enumerate(work.layout.params) if param in self.state}
+        return statistics(work.layout, known, work.states, names, work.sums, initial, keep)
+
+    def count_fallback(self, num_blocks: int) -> None:
+        """Count a failed eigendecomposition; warn about the first."""
+        if not self.diagonal_fallbacks:
+            warnings.warn(
+                f"{type(self).__name__}: an eigendecomposition of {num_blocks} blocks failed twice; the diagonal step "
+                "is taken instead. `diagonal_fallbacks` counts these steps. A smaller lr usually helps.",
+                stacklevel=6,
+            )
+        self.diagonal_fallbacks += 1
+
+    @torch.no_grad()
+    def block_statistics(self) -> list[BlockStatistics]:
+        """What the optimizer knows about the dependency between blocks: one entry per parameter group and matrix.
+
+        Costs one pass over the state and the eigenvalues of every A, and only when called. If parameters are
+        sharded, all processes call it.
+        """
+        found = []
+        for number, group in enumerate(self.param_groups):
+            params = distinct(group)
+            states = {i: state for i, param in enumerate(params) if "step" in (state := self.state.get(param, {}))}
+            if not any("U" in state for state in states.values()):
+                continue
+            step = GroupStep(number, group, params, {}, states)
+            work = step.work = self._begin(step)
+            common, change = self._last.get(number, (None, None))
+            for component, A in self.matrices(step):
+                blocks = torch.arange(work.layout.num_blocks)[component.blocks]
+                found.append(
+                    BlockStatistics(
+                        group=number,
+                        coupling=component.name,
+                        names=[work.layout.names[i] for i in blocks.tolist()],
+                        parameters=[work.layout.owners[i] for i in blocks.tolist()],
+                        sizes=work.layout.sizes[blocks],
+                        A=A,
+                        eigenvalues=eigenvalues_of(A),
+                        is_normalised=self.is_normalised(group),
+                        common=None if common is None else common[component.blocks].clone(),
+                        change=None if change is None else change[component.blocks].clone(),
+                    )
+                )
+        return found
+
+    # ---------------------------------------------------------------- blocks of a group
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, or a module, optionally with its own partition, coupling and other options."""
+        outputs: dict[Tensor, int | Tensor] = {}
+        params = param_group.get("params") if isinstance(param_group, dict) else None
+        if isinstance(params, nn.Module):
+            outputs = outputs_of(params)
+        elif isinstance(params, NamedParameters):
+            outputs = params.outputs
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            tensors, by = distinct(group), group.get("partition", "element")
+            if by == "custom" and self._partition is not None:
+                by = self._partition
+            number = len(self.param_groups) - 1
+            self._layouts.append(make_layout(self, number, by, [outputs.get(param, 0) for param in tensors]))
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _layout(self, number: int, params: list[Tensor]) -> Layout:
+        """The layout of a group; another one if wrappers have put other tensors into the place of its parameters."""
+        group, layout, owner = self.param_groups[number], self._layouts[number], type(self).__name__
+        is_loaded = not layout.params  # a checkpoint may have another coupling
+        for name, made in (("partition", layout.partition), ("coupling", layout.coupling)):
+            if group.get(name, made) != made and not (is_loaded and name == "coupling"):
+                raise ValueError(
+                    f"The {name!r} of a parameter group of {owner} was {made!r} when it was added, and cannot change. {ANEW}"
+                )
+        if len(params) == len(layout.params) and all(map(is_, params, layout.params)):
+            return layout
+        if len(params) != len(layout.tensors):
+            raise ValueError(
+                f"A parameter group of {owner} had {len(layout.tensors)} parameters when added, and has {len(params)} "
+                "now. Add new parameters with add_param_group."
+            )
+        layout = fitted(self, number, group)
+        states = {i: self.state[param] for i, param in enumerate(params) if param in self.state}
+        check_places(layout, states, shown_names(group), ANEW)
+        arrange(layout, states)
+        self._layouts[number] = layout
+        self._last.pop(number, None)
+        return layout
+
+    # ---------------------------------------------------------------- saving and loading
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("diagonal_fallbacks", "_layouts")
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_partition", None)
+        self._last = {}
+        for layout in self._layouts:
+            layout.params = []  # look again at what it is used for
+
+    def adopt(self, param: Tensor, name: str, value: Tensor) -> Tensor:
+        kind = "mask" if name == "blocks" else KINDS.get(name)
+        if kind is None:
+            return super().adopt(param, name, value)
+        if kind == "mask":
+            return value.detach().to("cpu", copy=True)
+        return value.detach().to(float64_device(param.device), torch.float64, copy=True)
+
+    def check_state(self, number: int, group: dict[str, Any], states: Mapping[int, State]) -> None:
+        owner, current = type(self).__name__, self.param_groups[number]
+        if group["blocks"] != current["blocks"]:
+            if "checksum" in str(group["blocks"]):
+                raise ValueError(_FROM_BEFORE.format(owner))
+            if "partition" in current:
+                kind, way_out = "another partition of", f"Construct {owner} with that partition"
+            else:
+                kind, way_out = "other blocks for", "Load it with the model and the optimizer that it was made with"
+            raise ValueError(
+                f"The checkpoint was made with {kind} parameter group {number}: it has {group['blocks']}, "
+                f"this optimizer {current['blocks']}. {way_out}, or start with fresh state."
+            )
+        if any("U" in state and "blocks" not in state for state in states.values()):
+            raise ValueError(_FROM_BEFORE.format(owner))
+        remedy = f"Construct {owner} with the model it was saved from, or delete 'U' from the saved states."
+        check_places(fitted(self, number, group), states, shown_names(current), remedy)
+
+
+def refuse_fused(group: dict[str, Any], owner: str) -> None:
+    """Raise if an optimizer without kernels is asked for them."""
+    if group["fused"]:
+        raise RuntimeError(f"{owner} has no native kernels, so it does not take fused=True. Take fused=None.")
+
+
+_FROM_BEFORE = (
+    "The checkpoint was made before {0} kept its statistics between blocks in one place. Delete 'U', 'root', 'weight' "
+    "and 'variance' from its states and 'blocks' from its param_groups: the rest loads, and the statistics start over."
+)
+
+
+def make_layout(
+    optimizer: BlockMeanOptimizer, number: int, by: By, outputs: Sequence[int | Tensor]
+) -> Layout:
+    """The blocks of a group, which gets their fingerprint."""
+    group, owner = optimizer.param_groups[number], type(optimizer).__name__
+    if by == "custom":
+        raise ValueError(
+            f"{owner} has no callable to cut these parameters with: copies do not keep it, and parameters of other "
+            "shapes need it again. Pass 'partition', or construct a new optimizer."
+        )
+    known = callable(by) or by in BY
+    require(known, "partition", owner, f"a callable or one of {', '.join(map(repr, BY))}", by)
+    params, names = distinct(group), given_names(group)
+    # Whatever the default device is: a layout is looked up, never computed with.
+    with torch.device("cpu"):
+        cuts = [cut(names[i], i, param, by, outputs[i]) for i, param in enumerate(params)]
+        layout = Layout(
+            cuts,
+            "custom" if callable(by) else by,
+            group.get("coupling", "all"),
+            owner,
+            group=number,
+            named=all(names),
+            params=params,
+            boxes=[box_of(param) for param in params],
+            outputs=outputs,
+            **optimizer.layout_options(group),
+        )
+    if "partition" in group:
+        group["partition"] = layout.partition  # a name: groups hold plain values only
+    group["blocks"] = layout.fingerprint
+    return layout
+
+
+def fitted(optimizer: BlockMeanOptimizer, number: int, group: dict[str, Any]) -> Layout:
+    """The layout of a group for the tensors that are in the place of its parameters now, and its coupling."""
+    layout, params = optimizer._layouts[number], distinct(optimizer.param_groups[number])
+    shapes = [param.shape for param in params]
+    if shapes != layout.shapes:
+        outputs = [o if s == t else 0 for o, s, t in zip(layout.outputs, layout.shapes, shapes, strict=True)]
+        return make_layout(optimizer, number, layout.partition, outputs)
+    return Layout(
+        layout.tensors,
+        layout.partition,
+        group.get("coupling", layout.coupling),
+        type(optimizer).__name__,
+        group=number,
+        named=layout.named,
+        params=params,
+        boxes=[box_of(param) for param in params],
+        outputs=layout.outputs,
+        **optimizer.layout_options(group),
+    )
