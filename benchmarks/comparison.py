@@ -18,7 +18,7 @@ def arguments(doc: str, name: str) -> argparse.ArgumentParser:
     """The options of a script, described by the first line of its docstring."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--data-dir", type=Path, default=None, help="has mnist, cifar10 and text")
-    parser.add_argument("--records", type=Path, default=Path("out/runs"), help="one file per run; none is repeated")
+    parser.add_argument("--records", type=Path, default=Path("out/runs"), help="folder; no run is repeated")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"{name}.json")
     return parser

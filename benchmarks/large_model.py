@@ -18,7 +18,7 @@ from pathlib import Path
 
 from blockmean.lab.compare import Stage, Study, differences, format_difference, last_loss
 from blockmean.lab.paper.protocol import BATCH, OWN_ARMS, SMALL_ARMS
-from blockmean.lab.records import read, run_all
+from blockmean.lab.records import Records, run_all
 from blockmean.lab.tasks import Task, steps_per_epoch
 from blockmean.lab.train import Record
 
@@ -43,11 +43,8 @@ def study(dataset: str, epochs: int = 1) -> Study:
 
 def records(one: Study, folder: Path) -> dict[tuple[str, float], list[Record]]:
     """The finished tuning runs of every optimizer and rate."""
-    return {
-        (arm, rate): [record for spec in one.specs(arm, [rate], one.tuning) if (record := read(folder, spec))]
-        for arm in one.arms
-        for rate in RATES
-    }
+    known = Records(one.file(folder))
+    return {(arm, rate): known.of(one.specs(arm, [rate], one.tuning)) for arm in one.arms for rate in RATES}
 
 
 def fresh_records(one: Study, folder: Path) -> dict[tuple[str, float], list[Record]]:
@@ -94,12 +91,12 @@ def main() -> None:
     parser.add_argument("--show-only", action="store_true", help="run nothing")
     options = parser.parse_args()
     for one in map(study, options.datasets):
-        folder = options.records / one.name
-        for specs in () if options.show_only else one.stages(folder):
-            for done, _ in enumerate(run_all(specs, folder, options.data_dir, options.jobs), 1):
+        for specs in () if options.show_only else one.stages(options.records):
+            runs = run_all(specs, one.file(options.records), options.data_dir, options.jobs)
+            for done, _ in enumerate(runs, 1):
                 print(f"{one.name}: {done} of {len(specs)}", flush=True)
-        print(f"{one.name}, tuning seeds\n{table(one, records(one, folder))}")
-        print(f"{one.name}, fresh seeds\n{table(one, fresh_records(one, folder))}")
+        print(f"{one.name}, tuning seeds\n{table(one, records(one, options.records))}")
+        print(f"{one.name}, fresh seeds\n{table(one, fresh_records(one, options.records))}")
 
 
 if __name__ == "__main__":

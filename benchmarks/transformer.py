@@ -28,7 +28,7 @@ MEASURES = {"held_out": held_out_loss, "train": final_loss}
 def studies(task: Task) -> dict[float, Study]:
     """One per rate: nothing is tuned."""
     final = Stage(SEEDS, task.steps)
-    return {rate: Study(f"lr {rate:g}", task, ARMS, (rate,), NO_RUNS, final, curve=True) for rate in RATES}
+    return {rate: Study(f"transformer, lr {rate:g}", task, ARMS, (rate,), NO_RUNS, final, curve=True) for rate in RATES}
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from blockmean.lab.steps import table as step_table
 ROOT = Path(__file__).parent.parent
 PAGE, RACE_PAGE, FRONT = ROOT / "docs" / "results.md", ROOT / "docs" / "race.md", ROOT / "README.md"
 COST_PAGE = ROOT / "docs" / "performance.md"
-RACE, STEPS, AVX2 = (ROOT / "results" / name for name in ("race", "steps", "steps-avx2"))
+RACE, STEPS, AVX2 = (ROOT / "results" / name for name in ("race", "steps.jsonl", "steps-avx2.jsonl"))
 SHOWN = ("AdamW", "SOAP", "Anova")
 """The arms in the table of the front page."""
 EPOCH, ITERATIONS = (ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("epoch", "step_cost"))
@@ -110,9 +110,8 @@ def large_model() -> str:
     parts = []
     for dataset, title in (("mnist", "MNIST"), ("cifar10", "CIFAR-10")):
         study = script["study"](dataset)
-        folder = ROOT / "results" / study.name
         for seeds, find_records in (("tuning", script["records"]), ("fresh", script["fresh_records"])):
-            found = find_records(study, folder)
+            found = find_records(study, ROOT / "results")
             if any(found.values()):
                 parts += [f"{title}, {seeds} seeds:", script["table"](study, found)]
     return "\n\n".join(parts)

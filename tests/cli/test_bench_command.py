@@ -34,8 +34,9 @@ def test_a_race_runs_resumes_and_redraws(tmp_path: Path):
     arguments += ["--out", str(tmp_path)]
     result = race(*arguments)
     assert result.exit_code == 0, result.output
-    records = sorted((tmp_path / "records" / "mlp-raw").iterdir())
-    assert len(records) == 2 * (4 + 2) + 2  # and two runs that set the target
+    records = tmp_path / "records" / "mlp-raw.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    assert len(lines) == 2 * (4 + 2) + 2  # and two runs that set the target
     for name in ("AdamW", "AdamBMA", "Digits MLP, raw pixels, 20 steps: target", str(tmp_path / "race.json")):
         assert name in result.output
     found = json.loads((tmp_path / "race.json").read_text())
@@ -48,18 +49,18 @@ def test_a_race_runs_resumes_and_redraws(tmp_path: Path):
     assert found["environment"]["torch"]
     assert {"race.png", "race.svg", "race-mlp-raw.png", "race-mlp-raw.svg"} <= {p.name for p in tmp_path.iterdir()}
 
-    stamps = {path: path.stat().st_mtime_ns for path in records}
-    records[0].unlink()
+    records.write_text("".join(lines[1:]))
     assert race(*arguments).exit_code == 0
-    again = {path: path.stat().st_mtime_ns for path in records}
-    assert [path for path in records if again[path] != stamps[path]] == records[:1]  # only what was missing
+    again = records.read_text().splitlines(keepends=True)
+    assert again[:-1] == lines[1:]  # only what was missing
+    assert json.loads(again[-1])["key"] == json.loads(lines[0])["key"]
 
     (tmp_path / "race.json").unlink()
-    records[-1].unlink()
+    records.write_text("".join(lines[:-1]))
     redrawn = race(*arguments, "--draw-only")
     assert redrawn.exit_code == 0
     assert "pictures ━" in redrawn.output  # a bar
-    assert not records[-1].exists()
+    assert records.read_text() == "".join(lines[:-1])
     assert (tmp_path / "race.json").exists()
 
 
@@ -84,9 +85,10 @@ def test_bad_arguments_are_refused_before_anything_is_computed(arguments: list[s
 
 
 def test_steps_that_were_not_measured_cannot_be_shown(tmp_path: Path):
-    result = run(cli.app, ["bench", "step", "--show-only", "--out", str(tmp_path)], env={"COLUMNS": "300"})
+    out = tmp_path / "steps.jsonl"
+    result = run(cli.app, ["bench", "step", "--show-only", "--out", str(out)], env={"COLUMNS": "300"})
     assert result.exit_code == 2
-    assert f"There are no measurements of these networks in {tmp_path}. Give their folder as --out." in result.output
+    assert f"There are no measurements of these networks in {out}. Give their file as --out." in result.output
 
 
 def test_missing_data_is_named_before_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import importlib
-import json
 import os
 import re
 import signal
@@ -24,6 +23,7 @@ from blockmean.lab.arms import OPTIMIZERS
 from blockmean.lab.models import MODELS
 from blockmean.lab.paper import PARTS, Claim, Outcome, ReportConfig, Verdict
 from blockmean.lab.paper.protocol import studies
+from blockmean.lab.records import Records
 from blockmean.lab.sources import DamagedData
 from support.small_data import small_mnist, write
 
@@ -158,10 +158,10 @@ def test_a_killed_worker_ends_reproduce_in_one_line(tmp_path: Path):
         "--out",
         str(tmp_path / "out"),
     ]
-    records = tmp_path / "out" / "records" / "digits-small"
+    records = tmp_path / "out" / "records" / "digits-small.jsonl"
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120
-        while not (list(records.glob("*.json")) or process.poll() is not None):
+        while not (records.exists() and records.stat().st_size) and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -174,21 +174,32 @@ def test_a_killed_worker_ends_reproduce_in_one_line(tmp_path: Path):
         rf"Finished runs are in {re.escape(str(records))}: run the same command again to resume, .*\.\n",
         errors,
     )
-    assert list(records.glob("*.json"))
+    assert Records(records).every()
+
+
+def test_records_of_an_older_version_are_named(tmp_path: Path):
+    folder = tmp_path / "records" / "digits-small"
+    folder.mkdir(parents=True)
+    (folder / "digits-small-Adagrad-0.json").write_text("{}")
+    for command, code in (("reproduce", 2), ("report", 0)):  # which shows the other parts
+        result = run(cli.app, [command, "fig5", "--out", str(tmp_path)], env={"COLUMNS": "400"})
+        assert result.exit_code == code
+        assert f"{folder} has one file per record, as older versions wrote them." in result.output
+    assert not folder.with_suffix(".jsonl").exists()
 
 
 def test_the_report_names_records_that_cannot_be_used(tmp_path: Path):
     study = studies("quick")[0]
-    folder = tmp_path / "records" / study.name
-    folder.mkdir(parents=True)
-    paths = [folder / f"{spec.key}.json" for spec in study.tuning_specs()[:2]]
-    for path in paths:
-        path.write_text('{"train_loss": NaN}')
+    path = study.file(tmp_path / "records")
+    path.parent.mkdir()
+    keys = [spec.key for spec in study.tuning_specs()[:2]]
+    path.write_text("".join(f'{{"key": "{key}", "train_loss": NaN}}\n' for key in keys))
     result = run(cli.app, ["report", "fig5", "--out", str(tmp_path)], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
-    for path in paths:
-        assert f"fig5: {path} cannot be used (NaN is not JSON); it counts as missing." in result.output
-        assert path.name in (tmp_path / "report.html").read_text()
+    for key in keys:
+        problem = f"fig5: The record {key} in {path} cannot be used (NaN is not JSON); it counts as missing."
+        assert problem in result.output
+        assert key in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -209,9 +220,9 @@ def test_the_help_of_train_names_every_choice():
         assert name in text
 
 
-@pytest.mark.parametrize("record", [None, "{}"])
+@pytest.mark.parametrize("record", [None, '{"key": "table4-quick"}\n'])
 def test_report_measures_nothing(record: str | None, tmp_path: Path):
-    path = tmp_path / "records" / "table4-quick.json"
+    path = tmp_path / "records" / "measurements.jsonl"
     if record is not None:
         path.parent.mkdir()
         path.write_text(record)
@@ -297,16 +308,18 @@ def test_the_quick_profile_from_nothing_to_the_report_and_again_from_records(tmp
     command = ["reproduce", "fig5", "--seeds", "2", "--epochs", "1", "--out", str(out)]
     result = run(cli.app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    records = list((out / "records" / "digits-small").glob("*.json"))
-    assert len(records) == len(studies("quick")[0].arms) * (5 + 2)
+    records = out / "records" / "digits-small.jsonl"
+    first, *others = records.read_text().splitlines(keepends=True)
+    assert 1 + len(others) == len(studies("quick")[0].arms) * (5 + 2)
     page = (out / "report.html").read_text()
     assert page.count("data:image/svg+xml") >= 2
     assert "MNIST, 4,000 digits, small model: AdaGrad-BMA reaches a smaller training loss than diag" in page
 
-    records[0].write_text("{")
+    records.write_text("".join([*others, first[:100]]))  # as a killed process leaves it
     again = run(cli.app, command, env={"COLUMNS": "200"})
     assert again.exit_code == 0, again.output
-    assert json.loads(records[0].read_text())["spec"]["dataset"] == "digits"
+    assert len(Records(records).every()) == 1 + len(others)
+    assert records.read_text().startswith("".join(others))  # nothing else ran again
     (out / "report.html").unlink()
     only_report = run(cli.app, ["report", "fig5", "--seeds", "2", "--epochs", "1", "--out", str(out)])
     assert only_report.exit_code == 0
@@ -319,9 +332,9 @@ def test_train_shows_how_it_goes_and_leaves_a_plot_and_a_record(tmp_path: Path):
     result = run(cli.app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "test error" in result.output
-    (record,) = tmp_path.glob("*.json")
-    assert json.loads(record.read_text())["spec"]["options"] == {"variant": "weighted", "eps": 1e-8}
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png", ".svg"}
+    (record,) = Records(tmp_path / "train.jsonl").every()
+    assert record["spec"]["options"] == {"variant": "weighted", "eps": 1e-8}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".jsonl", ".png", ".svg"}
 
 
 def test_train_says_that_a_run_diverged(tmp_path: Path):
@@ -391,8 +404,8 @@ def test_train_takes_a_learning_rate_that_suits_the_optimizer(
     command += ["--out", str(tmp_path)]
     result = run(cli.app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    (record,) = tmp_path.glob("*.json")
-    assert json.loads(record.read_text())["spec"]["lr"] == rate
+    (record,) = Records(tmp_path / "train.jsonl").every()
+    assert record["spec"]["lr"] == rate
     assert f"{optimizer} (lr {rate:g})" in result.output
 
 
@@ -400,8 +413,8 @@ def test_train_takes_a_learning_rate_that_suits_the_optimizer(
 def test_a_first_call_ends_with_a_good_test_error(tmp_path: Path):
     result = run(cli.app, ["train", "--epochs", "2", "--out", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    (record,) = tmp_path.glob("*.json")
-    assert json.loads(record.read_text())["test_error"] < 0.05  # of 1,000 digits; chance is 0.9
+    (record,) = Records(tmp_path / "train.jsonl").every()
+    assert record["test_error"] < 0.05  # of 1,000 digits; chance is 0.9
 
 
 def test_compare_trains_several_optimizers_on_the_same_batches(tmp_path: Path):
@@ -418,7 +431,7 @@ def test_compare_trains_several_optimizers_on_the_same_batches(tmp_path: Path):
     ]
     result = run(cli.app, command, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
-    records = [json.loads(path.read_text()) for path in tmp_path.glob("digits-mlp-*.json")]
+    records = Records(tmp_path / "train.jsonl").every()
     assert sorted(record["spec"]["optimizer"] for record in records) == ["AdamW", "Anova", "SGD"]
     assert len({record["losses"][0] for record in records}) == 1  # same weights, same first batch
     assert len({record["losses"][-1] for record in records}) == 3
@@ -472,7 +485,7 @@ def test_train_takes_a_model_of_the_users_own(name: str, own_models: str, tmp_pa
     command = ["train", "--model", f"{own_models}:{name}", "--compare", "AdamW,Anova", "--epochs", "1", "--out", "out"]
     result = run(cli.app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    records = [json.loads(path.read_text()) for path in (tmp_path / "out").glob(f"digits-own_models-{name}-*.json")]
+    records = Records(tmp_path / "out" / "train.jsonl").every()
     assert len(records) == 2
     assert len({record["losses"][0] for record in records}) == 1  # the second run starts where the first one started
 

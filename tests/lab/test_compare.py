@@ -9,7 +9,7 @@ import scipy.stats
 
 from blockmean.lab.compare import NO_RUNS, Interval, Stage, Study, differences, interval, results_table
 from blockmean.lab.paper.protocol import studies
-from blockmean.lab.records import write
+from blockmean.lab.records import append
 from blockmean.lab.tasks import Task, steps_per_epoch
 
 ARMS = {
@@ -34,16 +34,16 @@ def test_a_study_tunes_runs_fresh_seeds_and_is_not_run_twice(tmp_path):
     STUDY.run(tmp_path, None, jobs=2, on_steps=seen.append)
     # 2 arms × (2 rates × 1 seed × 1 epoch + 2 seeds × 2 epochs) × 4 batches
     assert seen[-1] == STUDY.total_steps() == 48
-    assert len(list(tmp_path.glob("*.json"))) == 8
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.jsonl"]
     found = STUDY.findings(tmp_path)
     assert len(found.every) == 8
     for arm, records in found.results.items():
         assert [record["spec"]["seed"] for record in records] == [0, 1]
         assert {record["spec"]["lr"] for record in records} == {found.best[arm]}
         assert [len(record["epochs"]) for record in records] == [2, 2]
-    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    text = STUDY.file(tmp_path).read_text()
     STUDY.run(tmp_path, None, jobs=2)
-    assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert STUDY.file(tmp_path).read_text() == text
 
 
 def test_the_best_rate_has_the_smallest_loss_and_no_divergence(tmp_path):
@@ -53,7 +53,7 @@ def test_the_best_rate_has_the_smallest_loss_and_no_divergence(tmp_path):
         for rate, loss in zip(study.rates, losses[arm], strict=True):
             for spec in study.specs(arm, [rate], study.tuning):
                 diverged = arm == "BMA" and rate == 1.0 and spec.seed == 8  # one seed is enough
-                write(tmp_path, spec, record_of(spec, loss, diverged_at=3 if diverged else None))
+                append(study.file(tmp_path), spec.key, record_of(spec, loss, diverged_at=3 if diverged else None))
     assert study.findings(tmp_path).best == {"diag": 0.1, "BMA": 0.01}
     assert study.findings(tmp_path).tuned["BMA"] == pytest.approx({1.0: math.inf, 0.1: 0.6, 0.01: 0.4})
 
@@ -61,17 +61,18 @@ def test_the_best_rate_has_the_smallest_loss_and_no_divergence(tmp_path):
 def test_an_arm_that_misses_a_tuning_run_has_no_best_rate_yet(tmp_path):
     specs = STUDY.tuning_specs()
     for spec in specs[:-1]:
-        write(tmp_path, spec, record_of(spec, 1.0))
+        append(STUDY.file(tmp_path), spec.key, record_of(spec, 1.0))
     assert list(STUDY.findings(tmp_path).best) == ["diag"]
     assert STUDY.findings(tmp_path).results == {}
     final = STUDY.specs("diag", [STUDY.findings(tmp_path).best["diag"]], STUDY.final)
-    write(tmp_path, final[1], record_of(final[1], 1.0))
+    append(STUDY.file(tmp_path), final[1].key, record_of(final[1], 1.0))
     assert [record["spec"]["seed"] for record in STUDY.findings(tmp_path).results["diag"]] == [1]
 
 
 def test_an_arm_that_diverges_with_every_rate_has_no_best_one(tmp_path):
     for spec in STUDY.tuning_specs():
-        write(tmp_path, spec, record_of(spec, 1.0, diverged_at=1 if spec.optimizer == "Adagrad" else None))
+        diverged_at = 1 if spec.optimizer == "Adagrad" else None
+        append(STUDY.file(tmp_path), spec.key, record_of(spec, 1.0, diverged_at=diverged_at))
     assert list(STUDY.findings(tmp_path).best) == ["BMA"]
     assert list(STUDY.findings(tmp_path).tuned) == ["diag", "BMA"]
 

@@ -9,7 +9,7 @@ from test_compare import record_of
 from blockmean.lab.paper.fig5 import curves, fig5, find
 from blockmean.lab.paper.outcome import ReportConfig, Verdict
 from blockmean.lab.paper.protocol import studies
-from blockmean.lab.records import write
+from blockmean.lab.records import append
 from blockmean.lab.report import write_report
 
 
@@ -17,9 +17,9 @@ def publish(folder: Path, study, losses: dict[str, list[float]]) -> None:
     """Write the records of a study whose arms end with these losses per seed, times 100; all prefer the rate 0.1."""
     for arm, values in losses.items():
         for spec in study.specs(arm, study.rates, study.tuning):
-            write(folder / study.name, spec, record(spec, 1.0 if spec.lr == 0.1 else 2.0))
+            append(study.file(folder), spec.key, record(spec, 1.0 if spec.lr == 0.1 else 2.0))
         for spec, loss in zip(study.specs(arm, [0.1], study.final), values, strict=False):
-            write(folder / study.name, spec, record(spec, loss))
+            append(study.file(folder), spec.key, record(spec, loss))
 
 
 def record(spec, loss, **changed):
@@ -167,7 +167,7 @@ def test_it_is_said_which_code_made_the_records(tmp_path):
     publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2]})
     made = {"code": "abc123", "torch": "2.13.0", "cpu": "a processor"}
     for spec in study.specs("diag", [0.1], study.final):
-        write(tmp_path / study.name, spec, record(spec, 1.0, environment=made))
+        append(study.file(tmp_path), spec.key, record(spec, 1.0, environment=made))
     note = fig5(ReportConfig(tmp_path, tmp_path)).notes[-1]
     assert note.endswith(": 5 runs by code ?, torch ?, ?; 3 runs by code abc123, torch 2.13.0, a processor.")
 
@@ -178,17 +178,19 @@ def test_a_run_that_diverges_is_infinitely_bad(tmp_path, name, verdict):
     publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.9, 1.0]})
     spec = study.specs(name, [0.1], study.final)[0]
     whole = record(spec, 1.0)
-    write(tmp_path / study.name, spec, {**whole, "diverged_at": 3, "epochs": whole["epochs"][:1]})
+    append(study.file(tmp_path), spec.key, {**whole, "diverged_at": 3, "epochs": whole["epochs"][:1]})
     outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert [claim.verdict for claim in outcome.claims[:2]] == [verdict, verdict]
     assert "no mean, runs diverged" in outcome.claims[0].measured
     assert f"{name}: 1 diverged" in outcome.claims[0].measured
 
 
-def spoil(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
+def spoil(path: Path, key: str, old: str, new: str) -> None:
+    """Change the record of a key."""
+    before, start, rest = path.read_text().partition(f'{{"key": "{key}"')
+    line, end, after = rest.partition("\n")
+    assert old in line
+    path.write_text(before + start + line.replace(old, new, 1) + end + after)
 
 
 @pytest.mark.parametrize(
@@ -202,26 +204,25 @@ def spoil(path: Path, old: str, new: str) -> None:
         ('"test_error": 0.1', '"test_error": []'),
     ],
 )
-def test_an_arm_with_a_corrupt_tuning_run_stays_in_the_table_and_the_file_is_named(tmp_path, capsys, old, new):
+def test_an_arm_with_a_corrupt_tuning_run_stays_in_the_table_and_the_record_is_named(tmp_path, capsys, old, new):
     study = studies("quick")[0]
     publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2], "BMA weighted": [0.8, 0.9, 1.0]})
     spec = study.specs("BMA weighted", [0.1], study.tuning)[0]
-    path = tmp_path / study.name / f"{spec.key}.json"
-    spoil(path, old, new)
+    spoil(study.file(tmp_path), spec.key, old, new)
     outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert outcome.tables[0].rows[1] == ["BMA weighted", "none yet", "4 of 5 tuning runs", "–", "–", "–", "–"]
     (problem,) = outcome.unusable
-    assert problem.startswith(f"{path} cannot be used (")
+    assert problem.startswith(f"The record {spec.key} in {study.file(tmp_path)} cannot be used (")
     page = write_report({"fig5": outcome}, ReportConfig(tmp_path, tmp_path), tmp_path / "report.html").read_text()
     assert "Records that cannot be used, and count as missing:" in page
-    assert path.name in page
+    assert spec.key in page
 
 
 def test_a_corrupt_final_run_counts_as_missing(tmp_path):
     study = studies("quick")[0]
     publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.9, 1.0]})
     spec = study.specs("BMA", [0.1], study.final)[1]
-    spoil(tmp_path / study.name / f"{spec.key}.json", '"train_loss": 0.9', '"train_loss": NaN')
+    spoil(study.file(tmp_path), spec.key, '"train_loss": 0.9', '"train_loss": NaN')
     outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert [row[2] for row in outcome.tables[0].rows] == ["3", "2 of 3"]
     assert outcome.claims[0].measured == "BMA has 2 of 3 runs"
@@ -231,8 +232,8 @@ def test_a_corrupt_final_run_counts_as_missing(tmp_path):
 def test_a_study_whose_records_are_all_corrupt_is_not_taken_for_one_without_records(tmp_path):
     study = studies("quick")[0]
     publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2]})
-    for path in (tmp_path / study.name).iterdir():
-        path.write_text("{")
+    path = study.file(tmp_path)
+    path.write_text("".join(f"{line[:60]}\n" for line in path.read_text().splitlines()))
     outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert [table.rows for table in outcome.tables] == [[["diag", "none yet", "0 of 5 tuning runs", *["–"] * 4]]]
     assert len(outcome.unusable) == 5
@@ -244,9 +245,9 @@ def test_an_arm_that_diverges_with_every_rate_stays_in_the_table(tmp_path):
     study = studies("quick")[0]
     publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2]})
     for spec in study.specs("Adam", study.rates, study.tuning):
-        write(tmp_path / study.name, spec, record(spec, 1.0, diverged_at=3, epochs=[], train_loss=None))
+        append(study.file(tmp_path), spec.key, record(spec, 1.0, diverged_at=3, epochs=[], train_loss=None))
     for spec in study.specs("AdamBMA", study.rates, study.tuning):
-        write(tmp_path / study.name, spec, record(spec, 1.0))
+        append(study.file(tmp_path), spec.key, record(spec, 1.0))
     best, rates = fig5(ReportConfig(tmp_path, tmp_path)).tables
     assert best.rows[1] == ["Adam", "none", "diverged with every rate", "–", "–", "–", "–"]
     assert best.rows[2] == ["AdamBMA", "1", "0 of 3", "–", "–", "–", "–"]

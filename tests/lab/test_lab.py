@@ -1,21 +1,16 @@
-"""The lab: training once, and records that are made only once."""
+"""The lab: one run of training, and what it says of itself."""
 
 import json
 import math
-import os
-import re
-import signal
 import subprocess
-import sys
-import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import blockmean
-from blockmean.lab import arms, environment, records, tasks, train
+from blockmean.lab import arms, environment, tasks, train
 from blockmean.lab.data import load
 from blockmean.lab.models import MODELS
 from blockmean.lab.spec import RunSpec
@@ -112,34 +107,6 @@ def test_a_run_that_diverges_ends_there_and_says_when():
     json.dumps(record, allow_nan=False)
 
 
-def test_records_are_made_once_and_corrupt_ones_again(tmp_path, capsys):
-    specs = [SPEC, replace(SPEC, seed=1)]
-    made = list(records.run_all(specs, tmp_path))
-    assert len(list(tmp_path.glob("*.json"))) == 2
-    stamp = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    again = list(records.run_all(specs, tmp_path))
-    assert stamp == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert sorted(map(json.dumps, made)) == sorted(map(json.dumps, again))
-
-    broken = tmp_path / f"{SPEC.key}.json"
-    broken.write_text(broken.read_text()[:100])
-    assert records.read(tmp_path, SPEC) is None
-    assert f"{broken} cannot be used (Unterminated" in capsys.readouterr().err
-    for other in ("[1, 2]", '{"spec": 1}'):
-        broken.write_text(other)
-        assert records.read(tmp_path, SPEC) is None
-        assert "it is no such record" in capsys.readouterr().err
-    broken.write_bytes(b"\xff\xfe\x00")
-    assert records.read(tmp_path, SPEC) is None
-    assert "can't decode byte" in capsys.readouterr().err
-    foreign = json.loads((tmp_path / f"{specs[1].key}.json").read_text())
-    broken.write_text(json.dumps(foreign))
-    assert records.read(tmp_path, SPEC) is None
-    assert "belongs to other settings" in capsys.readouterr().err
-    list(records.run_all([SPEC], tmp_path))
-    assert records.read(tmp_path, SPEC)["spec"] == asdict(SPEC)
-
-
 def test_specs_that_cannot_run_say_why():
     with pytest.raises(ValueError, match=r"A batch of 5000 cannot be drawn from 4000 images"):
         run(replace(SPEC, batch=5000))
@@ -189,70 +156,6 @@ def test_a_learning_rate_of_an_unknown_optimizer_is_refused():
         arms.default_rate("Lion")
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda r: {**r, "epochs": r["epochs"][:-1]}, "epochs are missing"),
-        (lambda r: {**r, "epochs": []}, "epochs are missing"),
-        (
-            lambda r: {**r, "epochs": [{**row, "test_error": None} for row in r["epochs"]]},
-            "test_error must be a number from 0 to 1. Got None instead.",
-        ),
-        (lambda r: {**r, "epochs": [{"test_error": 0.1}] * 2}, "'train_loss' is missing"),
-        (lambda r: {**r, "epochs": {"0": 1, "1": 2}}, "cannot be used"),
-        (lambda r: {**r, "test_error": "0.1"}, "test_error must be a number from 0 to 1. Got '0.1' instead."),
-        (lambda r: {**r, "test_error": True}, "Got True instead."),
-        (lambda r: {**r, "train_loss": 1e308}, "train_loss must be a number from 0 to 3.5e+38. Got 1e+308 instead."),
-        (lambda r: {**r, "train_loss": 10**400}, "train_loss must be a number"),
-        (lambda r: {**r, "environment": "x"}, "environment must be an object. Got 'x' instead."),
-        (lambda r: {**r, "diverged_at": "x"}, "diverged_at must be a number from 0 to 3. Got 'x' instead."),
-        (lambda r: {**r, "diverged_at": 1, "epochs": [3]}, "cannot be used"),
-        (lambda r: {key: value for key, value in r.items() if key != "step_seconds"}, "it is no such record"),
-    ],
-)
-def test_records_that_lack_something_are_not_used(tmp_path, capsys, change, complaint):
-    spec = replace(SPEC, batch=2000, steps=4)
-    record = run(spec)
-    assert len(record["epochs"]) == 2
-    records.write(tmp_path, spec, record)
-    assert records.read(tmp_path, spec) == json.loads(json.dumps(record))
-    records.write(tmp_path, spec, change(record))
-    assert records.read(tmp_path, spec) is None
-    assert complaint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [('"train_loss": NaN', "NaN is not JSON"), ('"train_loss": 1e999', "train_loss must be a number from 0 to")],
-)
-def test_a_loss_that_is_no_number_makes_a_record_unusable(tmp_path, capsys, text, complaint):
-    spec = replace(SPEC, batch=2000, steps=2)
-    records.write(tmp_path, spec, run(spec))
-    path = tmp_path / f"{spec.key}.json"
-    path.write_text(re.sub(r'"train_loss": [\d.]+', text, path.read_text(), count=1))
-    assert records.read(tmp_path, spec) is None
-    assert f"{path} cannot be used ({complaint}" in capsys.readouterr().err
-    with pytest.raises(records.UnusableRecord, match="cannot be used"):
-        records.read_strictly(tmp_path, spec)
-
-
-def test_a_record_that_is_a_folder_or_a_maze_is_unusable(tmp_path):
-    path = tmp_path / f"{SPEC.key}.json"
-    path.mkdir()
-    with pytest.raises(records.UnusableRecord, match="Is a directory"):
-        records.read_strictly(tmp_path, SPEC)
-    path.rmdir()
-    path.write_text("[" * 200_000)
-    with pytest.raises(records.UnusableRecord, match="recursion"):
-        records.read_strictly(tmp_path, SPEC)
-
-
-def test_records_are_strict_json(tmp_path):
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        records.store(tmp_path / "record.json", {"loss": float("nan")})
-    assert not (tmp_path / "record.json").exists()
-
-
 def test_a_run_that_breaks_at_its_last_step_has_diverged():
     record = run(replace(SPEC, model="mlp", optimizer="SGD", lr=1e30, steps=1))
     assert record["diverged_at"] == 0
@@ -278,119 +181,3 @@ def test_code_inside_another_repository_is_not_taken_for_it(tmp_path, monkeypatc
         assert environment.environment()["code"] == f"blockmean {blockmean.__version__}"
     finally:
         environment._code_version.cache_clear()
-
-
-def test_progress_counts_the_steps_of_records_and_of_runs_that_diverge(tmp_path):
-    diverging = replace(SPEC, model="mlp", optimizer="SGD", lr=1e30, steps=7)
-    list(records.run_all([SPEC], tmp_path))
-    seen = []
-    list(records.run_all([SPEC, diverging], tmp_path, on_steps=seen.append))
-    assert seen[0] == 5
-    assert seen[-1] == 12
-    assert seen == sorted(seen)
-
-
-INTERRUPTED = """
-import signal
-import sys
-from dataclasses import replace
-from pathlib import Path
-from blockmean.lab.records import run_all
-from blockmean.lab.spec import RunSpec
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
-    spec = RunSpec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50)
-    for record in run_all([spec, replace(spec, steps=1_000_000)], Path(sys.argv[1])):
-        print("finished", record["spec"]["steps"], flush=True)
-"""
-
-
-def test_an_interruption_loses_only_the_run_in_progress(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(INTERRUPTED)
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "records")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "finished 3\n"
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode != 0
-    assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert len(list((tmp_path / "records").iterdir())) == 1
-    assert records.read(tmp_path / "records", RunSpec("digits", "small", "Adagrad", 0.1, seed=0, steps=3, batch=50))
-
-
-def test_workers_do_not_outlive_the_process_that_started_them(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(INTERRUPTED)
-    command = [sys.executable, str(script), str(tmp_path / "records")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stdout.readline() == "finished 3\n"
-        process.terminate()
-        process.wait(timeout=20)
-        # The pipe closes only when the last process that can write to it is gone.
-        assert process.stdout.read() == ""
-
-
-KILLED = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from blockmean.lab.records import WorkerKilled, run_all
-from blockmean.lab.spec import RunSpec
-
-if __name__ == "__main__":
-    endless = RunSpec("digits", "small", "Adagrad", 0.1, seed=0, steps=1_000_000, batch=50)
-    short = [replace(endless, steps=3, seed=seed) for seed in range(3)]
-    try:
-        for record in run_all([short[0], endless, *short[1:]], Path(sys.argv[1]), jobs=2):
-            print("finished", record["spec"]["seed"], flush=True)
-    except WorkerKilled as error:
-        print(error)
-"""
-
-
-def children_of(pid: int) -> list[int]:
-    """The worker processes of a process, without multiprocessing's tracker."""
-    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(p) for p in pids if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found in /proc")
-def test_a_killed_worker_is_reported_with_the_run_it_was_making(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(KILLED)
-    command = [sys.executable, str(script), str(tmp_path / "records")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert [process.stdout.readline() for _ in range(3)] == [f"finished {seed}\n" for seed in range(3)]
-        os.kill(busiest(children_of(process.pid)), signal.SIGKILL)
-        try:
-            output, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    endless = RunSpec("digits", "small", "Adagrad", 0.1, seed=0, steps=1_000_000, batch=50)
-    assert output.startswith(f"The process of the run {endless.key} was killed")
-    assert f"Finished runs are in {tmp_path / 'records'}: run the same command again to resume" in output
-    assert not errors
-    assert len(list((tmp_path / "records").iterdir())) == 3
-
-
-def busiest(pids: list[int]) -> int:
-    """The process that uses the processor from now on; the others only wait."""
-
-    def ticks(pid: int) -> int:
-        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
-
-    before = {pid: ticks(pid) for pid in pids}
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        time.sleep(0.1)
-        used = {pid: ticks(pid) - before[pid] for pid in pids}
-        if max(used.values()) >= 50:  # half a second
-            return max(used, key=used.__getitem__)
-    raise AssertionError(f"no worker is at work: {used}")

@@ -131,7 +131,7 @@ def test_the_fisher_matrix_is_measured_once_and_kept_to_six_digits(
     again = small_fisher.small_fisher(report)
     assert len(made) == 2
     assert all(torch.equal(a, b) for a, b in zip(first[:2], again[:2], strict=True))
-    path = tmp_path / "records" / "fig4-quick.json"
+    path = tmp_path / "records" / "measurements.jsonl"
     record = json.loads(path.read_text())
     triangle = record["trained"]
     for spoilt, complaint in (
@@ -151,7 +151,7 @@ def test_the_fisher_matrix_is_measured_once_and_kept_to_six_digits(
             FileNotFoundError, match=r"`blockmean reproduce fig4 --profile quick --records .*` meas"
         ) as error:
             small_fisher.small_fisher(report)
-        assert re.search(rf"^{path} cannot be used \(.*{complaint}", str(error.value))
+        assert re.search(rf"^The record fig4-quick in {path} cannot be used \(.*{complaint}", str(error.value))
 
 
 def test_measurements_that_take_long_say_how_far_they_are(
@@ -229,7 +229,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_table_4_is_measured_once(tmp_path: Path, few_rounds: None, monkeypatch: pytest.MonkeyPatch):
     first = PARTS["table4"](config(tmp_path))
-    record = json.loads((tmp_path / "records" / "table4-quick.json").read_text())
+    record = json.loads((tmp_path / "records" / "measurements.jsonl").read_text())
     assert record["environment"]["threads"] == 1
     for name, rounds in (("small", 3), ("large", 1)):
         samples = record["models"][name]
@@ -253,7 +253,7 @@ def test_table_4_is_measured_once(tmp_path: Path, few_rounds: None, monkeypatch:
     ("spoil", "complaint"),
     [
         (lambda text: text[:-40], "cannot be used"),
-        (lambda text: "[]", "it is no such record"),
+        (lambda text: '{"key": "table4-quick"}', "'environment' is missing"),
         (lambda text: text.replace('"batch": 100', '"batch": 64'), "it belongs to other settings"),
         (lambda text: json.dumps({**json.loads(text), "models": {}}), "'small'"),
         (lambda text: json.dumps(without_a_round(json.loads(text))), "rounds are missing"),
@@ -267,17 +267,19 @@ def test_table_4_is_measured_once(tmp_path: Path, few_rounds: None, monkeypatch:
 def test_a_record_that_cannot_be_used_is_named_and_made_again(spoil, complaint, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(timing, "ROUNDS", {"quick": {"small": 1}})
     monkeypatch.setattr(timing, "ARMS", {"small": timing.LARGE})  # without the slow one
-    path = tmp_path / "table4-quick.json"
+    path = tmp_path / "measurements.jsonl"
     here = ReportConfig(tmp_path, records=tmp_path)
-    text = json.dumps(timing.timings(here))
+    timing.timings(here)
+    text = path.read_text()
     assert not capsys.readouterr().err
     path.write_text(spoil(text))
     again = timing.timings(here)
     complained = capsys.readouterr().err
-    assert f"{path} cannot be used" in complained
+    assert f"The record table4-quick in {path} cannot be used" in complained
     assert complaint in complained
     assert "counts as missing" in complained
-    assert json.loads(path.read_text()) == json.loads(json.dumps(again))
+    made = json.loads(path.read_text().splitlines()[-1])
+    assert made == {"key": "table4-quick", **json.loads(json.dumps(again))}
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -293,7 +295,7 @@ def with_a_time(record, milliseconds):
 
 def test_table_4_does_not_need_to_know_the_machine(tmp_path: Path, few_rounds: None):
     PARTS["table4"](config(tmp_path))
-    path = tmp_path / "records" / "table4-quick.json"
+    path = tmp_path / "records" / "measurements.jsonl"
     path.write_text(json.dumps({**json.loads(path.read_text()), "environment": {"date": None}}))
     outcome = PARTS["table4"](config(tmp_path))
     assert outcome.notes[0].startswith("Measured on ?, on one thread")

@@ -25,7 +25,7 @@ from blockmean.lab.race import (
     table,
 )
 from blockmean.lab.race_pictures import draw_overview, draw_task
-from blockmean.lab.records import UnusableRecord, read_strictly, write
+from blockmean.lab.records import Records, append
 from blockmean.lab.tasks import PROFILES, TASKS, evaluate, load_data, make_model
 from blockmean.lab.text import WINDOWS, CharacterTransformer, read_text
 from blockmean.lab.train import run, time_marks
@@ -165,7 +165,7 @@ def test_a_text_task_that_makes_no_sense_is_refused(change, message):
 
 
 def test_a_run_keeps_the_loss_and_the_time_of_its_steps(tmp_path):
-    spec = spec_of(steps=40)
+    spec, path = spec_of(steps=40), tmp_path / "study.jsonl"
     record = run(spec)
     assert len(record["losses"]) == 40
     assert len(record["seconds_at"]) == len(time_marks(40)) == 40
@@ -174,8 +174,8 @@ def test_a_run_keeps_the_loss_and_the_time_of_its_steps(tmp_path):
     assert record["losses"][-1] < 0.5 * record["losses"][0]
     assert all(float(f"{loss:.5g}") == loss for loss in record["losses"])
     assert record["state_bytes"] == 2 * 4 * 55_050 + 4 * 6  # two moments, and a step for each of six tensors
-    write(tmp_path, spec, record)
-    assert read_strictly(tmp_path, spec) == json.loads(json.dumps(record))
+    append(path, spec.key, record)
+    assert Records(path).of([spec]) == [json.loads(json.dumps(record))]
     assert "losses" not in run(replace(spec, curve=False, steps=2))
 
 
@@ -195,12 +195,13 @@ def test_warming_up_changes_no_number():
     ],
 )
 def test_a_curve_with_holes_is_not_used(tmp_path, change, complaint):
-    spec = spec_of(steps=40)
-    write(tmp_path, spec, record_of(spec, [1.0] * 40))
-    assert read_strictly(tmp_path, spec)
-    write(tmp_path, spec, {**record_of(spec, [1.0] * 40), **change})
-    with pytest.raises(UnusableRecord, match=complaint):
-        read_strictly(tmp_path, spec)
+    spec, path = spec_of(steps=40), tmp_path / "study.jsonl"
+    append(path, spec.key, record_of(spec, [1.0] * 40))
+    assert Records(path).of([spec])
+    append(path, spec.key, {**record_of(spec, [1.0] * 40), **change})
+    known = Records(path)
+    assert not known.of([spec])
+    assert complaint in known.unusable[0]
 
 
 # Arms
@@ -362,17 +363,18 @@ def by_hand(tmp_path, finals, seeds=5, tuning=None, target=(1.0, 1.0)):
     """
     race = make_race(["mlp-raw"], list(finals), "quick", seeds, steps=40)
     study = race.studies()["mlp-raw"]
+    path = study.file(tmp_path)
     for arm, values in finals.items():
         best = (tuning or {}).get(arm, study.rates_of(arm)[2])
         for spec in study.specs(arm, study.rates_of(arm), study.tuning):
-            write(tmp_path / "mlp-raw", spec, record_of(spec, falling(1.0 if spec.lr == best else 2.0)))
+            append(path, spec.key, record_of(spec, falling(1.0 if spec.lr == best else 2.0)))
         further = study.target_specs({arm: best})
         ends = [*zip(further, target, strict=False)]
         ends += [*zip(study.specs(arm, [best], study.final), values, strict=False)]
         for spec, end in ends:
             losses = falling(1.0)[:7] if end is None else falling(end)
             changed = {"train_loss": None, "epochs": []} if end is None else {}
-            write(tmp_path / "mlp-raw", spec, record_of(spec, losses, 1.0 if arm == BASELINE else 3.0, **changed))
+            append(path, spec.key, record_of(spec, losses, 1.0 if arm == BASELINE else 3.0, **changed))
     return race
 
 
@@ -452,7 +454,7 @@ def test_the_target_is_the_mean_of_three_runs_of_adamw(tmp_path):
     assert one.target == pytest.approx(1.1)
     assert [record["spec"]["seed"] for record in one.findings.target] == [100, 101, 102]
     study = one.study
-    assert study.is_complete(tmp_path / "mlp-raw")
+    assert study.is_complete(tmp_path)
     assert {(spec.optimizer, spec.lr) for spec in study.target_specs(one.findings.best)} == {("AdamW", 1e-2)}
     assert study.total_steps() == 40 * (8 + 2 + 10)
     for tuned, further in ((2, (102,)), (3, ()), (5, ())):
@@ -465,7 +467,7 @@ def test_without_a_target_losses_are_shown_and_the_runs_that_set_it_are_missed(t
     race = by_hand(tmp_path, {BASELINE: AHEAD, "AdamBMA": [0.5] * 5}, target=target)
     (one,) = results(race, tmp_path)
     assert one.target is None
-    assert one.study.is_complete(tmp_path / "mlp-raw") == (len(target) == 2)
+    assert one.study.is_complete(tmp_path) == (len(target) == 2)
     assert notes([one]) == ["mlp-raw: no target yet. AdamW has 2 of the 3 runs that set it."]
     shown = table(one)
     assert shown.title.endswith(": no target yet")
@@ -518,7 +520,7 @@ def test_an_arm_that_diverges_with_every_rate_is_named(tmp_path):
     race = by_hand(tmp_path, {BASELINE: AHEAD, "AdamBMA": []})
     study = race.studies()["mlp-raw"]
     for spec in study.specs("AdamBMA", study.rates_of("AdamBMA"), study.tuning):
-        write(tmp_path / "mlp-raw", spec, record_of(spec, [1.0, 2.0], train_loss=None, epochs=[]))
+        append(tmp_path / "mlp-raw.jsonl", spec.key, record_of(spec, [1.0, 2.0], train_loss=None, epochs=[]))
     assert notes(results(race, tmp_path)) == ["mlp-raw: AdamBMA diverged with every rate."]
 
 

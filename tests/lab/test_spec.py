@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from blockmean.lab.paper.protocol import studies
-from blockmean.lab.records import read_strictly, write
+from blockmean.lab.records import Records, append
 from blockmean.lab.spec import ORIGINAL_FIELDS, RunSpec
 
 RESULTS = Path(__file__).parents[2] / "results"
-PUBLISHED = sorted(path for path in RESULTS.glob("*/*.json") if not path.parent.name.startswith("steps"))
+PUBLISHED = [*RESULTS.glob("*-small.jsonl"), *RESULTS.glob("*-large.jsonl"), *RESULTS.glob("race/*.jsonl")]
 
 
 @dataclass(frozen=True)
@@ -35,22 +35,25 @@ SPEC = RunSpec("digits", "small", "AdamBMA", 0.01, seed=3, steps=40, options={"b
 
 @pytest.mark.parametrize("cls", [RunSpec, LaterSpec])
 def test_every_published_record_is_found_under_its_key_and_read(cls: type[RunSpec]):
-    assert len(PUBLISHED) == 280
+    count = 0
     for path in PUBLISHED:
-        stored = json.loads(path.read_text())["spec"]
-        spec = cls(**stored)
-        assert f"{spec.key}.json" == path.name
-        assert read_strictly(path.parent, spec)["spec"] == stored
+        known = Records(path)
+        for line in map(json.loads, path.read_text().splitlines()):
+            spec = cls(**line["spec"])
+            assert spec.key == line["key"]
+            assert [record["spec"] for record in known.of([spec])] == [line["spec"]]
+            count += 1
+    assert count == 1032
 
 
 def test_every_published_record_belongs_to_a_study():
-    results = PUBLISHED[0].parents[1]
-    large = runpy.run_path(str(results.parent / "benchmarks" / "large_model.py"))["study"]
+    large = runpy.run_path(str(RESULTS.parent / "benchmarks" / "large_model.py"))["study"]
     every = [*studies("paper"), large("mnist"), large("cifar10")]
-    found = [study.findings(results / study.name) for study in every]
+    found = [study.findings(RESULTS) for study in every]
     assert not any(one.unusable for one in found)
     keys = {RunSpec(**record["spec"]).key for one in found for record in one.every}
-    assert keys == {path.stem for path in PUBLISHED}
+    paths = {study.file(RESULTS) for study in every}
+    assert keys == {json.loads(line)["key"] for path in paths for line in path.read_text().splitlines()}
 
 
 def test_a_new_field_changes_the_key_only_away_from_its_default(tmp_path: Path):
@@ -66,14 +69,15 @@ def record_of(spec: RunSpec) -> dict[str, Any]:
 
 
 def test_records_are_read_across_the_new_field_in_both_directions(tmp_path: Path):
-    write(tmp_path, SPEC, record_of(SPEC))
-    assert read_strictly(tmp_path, as_later(SPEC)) is not None  # an old record, new code
-    assert read_strictly(tmp_path, as_later(SPEC, warmup=5)) is None
-    write(tmp_path, as_later(SPEC), record_of(as_later(SPEC)))  # says warmup: 0
-    assert read_strictly(tmp_path, as_later(SPEC)) is not None
-    write(tmp_path, as_later(SPEC, warmup=5), record_of(as_later(SPEC, warmup=5)))
-    assert read_strictly(tmp_path, as_later(SPEC, warmup=5))["spec"]["warmup"] == 5
-    assert len(list(tmp_path.iterdir())) == 2
+    path, warm = tmp_path / "study.jsonl", as_later(SPEC, warmup=5)
+    append(path, SPEC.key, record_of(SPEC))
+    assert Records(path).of([as_later(SPEC)])  # an old record, new code
+    assert not Records(path).of([warm])
+    append(path, as_later(SPEC).key, record_of(as_later(SPEC)))  # says warmup: 0
+    assert Records(path).of([as_later(SPEC)])
+    append(path, warm.key, record_of(warm))
+    assert Records(path).of([warm])[0]["spec"]["warmup"] == 5
+    assert len(Records(path).every()) == 2
 
 
 def test_a_field_of_today_always_counts():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 try:
     import typer
@@ -24,6 +24,9 @@ except ModuleNotFoundError as missing:  # the core needs torch alone
     raise SystemExit(f"The command line needs {missing.name}. In a checkout: pip install '.[lab]'") from missing
 
 from blockmean import __version__
+
+if TYPE_CHECKING:
+    from blockmean.lab.compare import Study
 
 WIDE_HELP = {"max_content_width": 120}  # the lines of a help text fill the window up to here; the default is 80
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, context_settings=WIDE_HELP)
@@ -96,6 +99,41 @@ def watch(bars: Progress) -> Callable[[str, int, int], None]:
         bars.update(tasks[what], completed=done, total=total)
 
     return show
+
+
+@contextmanager
+def resumable(records: Path) -> Iterator[None]:
+    """If it is stopped, or a process killed, say how to go on."""
+    from blockmean.lab.records import WorkerKilled
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        errors.print(f"Stopped. Finished runs are in {records}: run the same command again to resume.", soft_wrap=True)
+        raise typer.Exit(130) from None
+    except WorkerKilled as error:
+        errors.print(str(error), soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def run_studies(
+    studies: Collection[Study],
+    records: Path,
+    data_dir: Path | None,
+    jobs: int,
+    then: Callable[[], object] = lambda: None,
+) -> None:
+    """Make the runs that have no record yet, with a bar per study; `then` is called after each."""
+    with progress() as bars:
+        tasks = [bars.add_task(study.name, total=study.total_steps(), start=False) for study in studies]
+        for study, bar in zip(studies, tasks, strict=True):
+            bars.start_task(bar)
+
+            def show(steps: int, bar: TaskID = bar) -> None:
+                bars.update(bar, completed=steps)
+
+            study.run(records, data_dir, jobs, show)
+            then()
 
 
 def main() -> None:

@@ -7,10 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import TaskID
 from rich.table import Table
 
-from blockmean.cli._app import app, check_folder, console, errors, progress, readable_errors, split_names, watch
+from blockmean.cli._app import (
+    app,
+    check_folder,
+    console,
+    progress,
+    readable_errors,
+    resumable,
+    run_studies,
+    split_names,
+    watch,
+)
 
 if TYPE_CHECKING:
     from blockmean.lab.compare import Table as Cells
@@ -44,7 +53,7 @@ def race(
     out: Annotated[Path, typer.Option(help="Folder for race.json and pictures.", file_okay=False)] = Path("out/race"),
     records: Annotated[
         Path | None,
-        typer.Option(help="Folder for the records, one per run.", file_okay=False, show_default="OUT/records"),
+        typer.Option(help="Folder for the records, one file per task.", file_okay=False, show_default="OUT/records"),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time, each on one thread.", min=1)] = 2,
     seeds: Annotated[int, typer.Option(help="Fresh seeds for the best rate of every arm.", min=1)] = 5,
@@ -66,7 +75,7 @@ def race(
     with readable_errors("bench race"):
         from blockmean.lab.arms import ARMS
         from blockmean.lab.race import make_race, missing_packages
-        from blockmean.lab.records import WorkerKilled
+        from blockmean.lab.records import Records
         from blockmean.lab.tasks import verify_data
 
         if list_all:
@@ -82,23 +91,17 @@ def race(
         records = records or out / "records"
         for folder in (out, records):
             check_folder(folder)
-        if draw_only and not any((records / name).is_dir() for name in found.studies()):
+        if draw_only and not any(Records(study.file(records)).every() for study in found.studies().values()):
             raise FileNotFoundError(f"There are no records of this race in {records}. Give their folder as --records.")
         if not draw_only:
-            for name, study in found.studies().items():
-                if not study.is_complete(records / name):
+            for study in found.studies().values():
+                if not study.is_complete(records):
                     verify_data(study.task, data_dir)
         for folder in (out, records):
             folder.mkdir(parents=True, exist_ok=True)
-    try:
-        if not draw_only:
-            _run(found, records, data_dir, jobs, out)
-    except KeyboardInterrupt:
-        errors.print(f"Stopped. Finished runs are in {records}: run the same command again to resume.", soft_wrap=True)
-        raise typer.Exit(130) from None
-    except WorkerKilled as error:
-        errors.print(str(error), soft_wrap=True)
-        raise typer.Exit(1) from None
+    if not draw_only:
+        with resumable(records):
+            run_studies(found.studies().values(), records, data_dir, jobs, lambda: _write(found, records, out))
     with progress() as bars:
         written = _write(found, records, out, watch(bars))
     _show(written, out)
@@ -121,9 +124,7 @@ def step(
     threads: Annotated[int, typer.Option(help="Threads of every step.", min=1)] = 1,
     repetitions: Annotated[int, typer.Option(help="Samples of every optimizer.", min=3)] = 11,
     longest: Annotated[float, typer.Option(help="Seconds after which a measurement is given up.", min=1)] = 180,
-    out: Annotated[Path, typer.Option(help="Folder for the records, one per network.", file_okay=False)] = Path(
-        "out/steps"
-    ),
+    out: Annotated[Path, typer.Option(help="File for the records.", dir_okay=False)] = Path("out/steps.jsonl"),
     show_only: Annotated[bool, typer.Option("--show-only", help="Measure nothing: show the tables so far.")] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List networks and optimizers, and exit.")] = False,
 ) -> None:
@@ -162,25 +163,19 @@ def step(
             raise ValueError(f"There is no optimizer {'; '.join(unknown)}. There are {'; '.join(STEPPERS)}.")
         for name in set(chosen) - set(NETWORKS):
             network(name)  # or an error that says which there are
-        check_folder(out)
+        check_folder(out.parent)
         if show_only and not read_all(out, chosen, threads):
-            raise FileNotFoundError(
-                f"There are no measurements of these networks in {out}. Give their folder as --out."
-            )
+            raise FileNotFoundError(f"There are no measurements of these networks in {out}. Give their file as --out.")
         total = 0 if show_only else sum(len(unmeasured(out, names, name, threads)) for name in chosen)
-    try:
-        with progress() as bars:
-            show, done = watch(bars), 0
-            for name in chosen if total else []:
+    with resumable(out), progress() as bars:
+        show, done = watch(bars), 0
+        for name in chosen if total else []:
+            show("measurements", done, total)
+            for optimizer, row in run(out, names, name, threads, repetitions, longest):
+                said = row.get("missing") or f"{row['beside_fused']['median']:.2f} × torch's fused step"
+                console.print(f"{name}, {optimizer}: {said}", soft_wrap=True)
+                done += 1
                 show("measurements", done, total)
-                for optimizer, row in run(out, names, name, threads, repetitions, longest):
-                    said = row.get("missing") or f"{row['beside_fused']['median']:.2f} × torch's fused step"
-                    console.print(f"{name}, {optimizer}: {said}", soft_wrap=True)
-                    done += 1
-                    show("measurements", done, total)
-    except KeyboardInterrupt:
-        errors.print(f"Stopped. Measurements are in {out}: run the same command again to resume.", soft_wrap=True)
-        raise typer.Exit(130) from None
     for costs in read_all(out, chosen, threads):
         cells = table(costs)
         shown = Table(*cells.header, title=cells.title, title_justify="left")
@@ -210,21 +205,6 @@ def _list(profile: str) -> None:
 
 WIDE = 170
 """Columns of a window in which the whole table of a task can be read."""
-
-
-def _run(race: Race, records: Path, data_dir: Path | None, jobs: int, out: Path) -> None:
-    """Make the runs that have no record yet, task after task; what is known is written after each."""
-    studies = race.studies()
-    with progress() as bars:
-        tasks = [bars.add_task(name, total=study.total_steps(), start=False) for name, study in studies.items()]
-        for bar, (name, study) in zip(tasks, studies.items(), strict=True):
-            bars.start_task(bar)
-
-            def show(steps: int, bar: TaskID = bar) -> None:
-                bars.update(bar, completed=steps)
-
-            study.run(records / name, data_dir, jobs, show)
-            _write(race, records, out)
 
 
 def _write(

@@ -7,15 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
 import blockmean
-from blockmean.cli._app import app, check_folder, console, errors, progress, readable_errors, watch
+from blockmean.cli._app import (
+    app,
+    check_folder,
+    console,
+    errors,
+    progress,
+    readable_errors,
+    resumable,
+    run_studies,
+    watch,
+)
 
 if TYPE_CHECKING:
-    from blockmean.lab.compare import Study
     from blockmean.lab.paper import Outcome, ReportConfig
 
 Parts = Annotated[
@@ -29,7 +37,7 @@ DataDir = Annotated[Path | None, typer.Option(help="Folder with MNIST and CIFAR-
 Out = Annotated[Path, typer.Option(help="Folder for the report and its pictures.", file_okay=False)]
 Records = Annotated[
     Path | None,
-    typer.Option(help="Folder for the records, one per run.", file_okay=False, show_default="OUT/records"),
+    typer.Option(help="Folder for the records, one file per study.", file_okay=False, show_default="OUT/records"),
 ]
 Seeds = Annotated[
     int | None,
@@ -65,7 +73,6 @@ def reproduce(
         from blockmean.lab.data import verify
         from blockmean.lab.paper import PARTS
         from blockmean.lab.paper.protocol import studies
-        from blockmean.lab.records import WorkerKilled
 
         if list_parts:
             for name, part in PARTS.items():
@@ -76,22 +83,14 @@ def reproduce(
         for folder in (config.out, config.records):
             check_folder(folder)
         wanted = studies(profile, seeds, epochs) if "fig5" in chosen else []
-        unfinished = [study for study in wanted if not study.is_complete(config.records / study.name)]
+        unfinished = [study for study in wanted if not study.is_complete(config.records)]
         for dataset in dict.fromkeys(study.task.dataset for study in (studies(profile) if download else unfinished)):
             verify(dataset, data_dir, download)
         for folder in (config.out, config.records):
             folder.mkdir(parents=True, exist_ok=True)
-    try:
-        _run(wanted, config, jobs)
+    with resumable(config.records):
+        run_studies(wanted, config.records, data_dir, jobs)
         _report(chosen, config)
-    except KeyboardInterrupt:
-        errors.print(
-            f"Stopped. Finished runs are in {config.records}: run the same command again to resume.", soft_wrap=True
-        )
-        raise typer.Exit(130) from None
-    except WorkerKilled as error:
-        errors.print(str(error), soft_wrap=True)
-        raise typer.Exit(1) from None
 
 
 @app.command(short_help="Write the report from existing records.")
@@ -135,19 +134,6 @@ def _select(parts: list[str] | None) -> list[str]:
     if unknown:
         raise ValueError(f"There is no part {', '.join(unknown)}. The parts are {', '.join(PARTS)}.")
     return list(dict.fromkeys(parts or PARTS))
-
-
-def _run(wanted: list[Study], config: ReportConfig, jobs: int) -> None:
-    """Make the runs that have no record yet, with a progress bar per study."""
-    with progress() as bars:
-        tasks = [bars.add_task(study.name, total=study.total_steps(), start=False) for study in wanted]
-        for study, bar in zip(wanted, tasks, strict=True):
-            bars.start_task(bar)
-
-            def show(steps: int, bar: TaskID = bar) -> None:
-                bars.update(bar, completed=steps)
-
-            study.run(config.records / study.name, config.data_dir, jobs, show)
 
 
 def _report(chosen: list[str], config: ReportConfig) -> None:

@@ -56,12 +56,12 @@ def train(
 ) -> None:
     """Train a model on one thread, with one optimizer or with several after each other.
 
-    Prints losses, test errors and times, and writes a plot of them and a record of every run. For example:
+    Prints losses, test errors and times, and writes a plot of them; every run adds a line to train.jsonl. For example:
     `blockmean train --compare AdamW,AdamBMA,Anova`
     """
     with readable_errors("train"):
         from blockmean.lab.arms import OPTIMIZERS, default_rate
-        from blockmean.lab.records import write
+        from blockmean.lab.records import append
         from blockmean.lab.spec import RunSpec, digest, file_name
         from blockmean.lab.tasks import load_data, require_one_of, steps_per_epoch, verify_data
         from blockmean.lab.train import check, check_model, run
@@ -85,7 +85,7 @@ def train(
         check_model(specs[0], load_data(specs[0], data_dir))
         out.mkdir(parents=True, exist_ok=True)
     console.print(f"{model} model on {dataset}, {steps:,} steps of {batch}", soft_wrap=True)
-    records = []
+    records, lines = [], out / "train.jsonl"
     with progress("loss {task.fields[loss]}") as bars:
         tasks = [bars.add_task(f"{s.optimizer} (lr {s.lr:g})", total=steps, loss="–", start=False) for s in specs]
         for spec, bar in zip(specs, tasks, strict=True):
@@ -97,13 +97,13 @@ def train(
                 bars.update(bar, completed=step + 1, loss=f"{sum(recent) / len(recent):.4f}")
 
             records.append(run(spec, data_dir, on_step))
-            write(out, spec, records[-1])
+            append(lines, spec.key, records[-1])
     _show(records)
     key = specs[0].key
     if len(specs) > 1:
         key = f"compare-{dataset}-{file_name(model)}-{digest({str(i): spec.key for i, spec in enumerate(specs)})}"
     picture = draw_training_curves(records, out / key)
-    for path in (*(out / f"{spec.key}.json" for spec in specs), picture.png, picture.svg):
+    for path in (lines, picture.png, picture.svg):
         console.print(str(path), soft_wrap=True)
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from scipy.stats import t as student
 
-from blockmean.lab.records import UnusableRecord, read_strictly, run_all
-from blockmean.lab.spec import RunSpec
+from blockmean.lab.records import Records, run_all
+from blockmean.lab.spec import RunSpec, file_name
 from blockmean.lab.tasks import Task, steps_per_epoch
 from blockmean.lab.train import Record
 
@@ -88,6 +88,10 @@ class Study:
         if several and not self.tuning.seeds:
             raise ValueError(f"Without tuning every arm has one rate. Got another number for {', '.join(several)}.")
 
+    def file(self, folder: Path) -> Path:
+        """The file of its records in a folder."""
+        return folder / f"{file_name(self.name)}.jsonl"
+
     def rates_of(self, arm: str) -> tuple[float, ...]:
         return self.rates[arm] if isinstance(self.rates, Mapping) else self.rates
 
@@ -129,20 +133,20 @@ class Study:
         An arm that misses a tuning run has no best rate yet: the best of some is not the best of all. Nor has one that
         diverges with every rate.
         """
+        known = Records(self.file(folder))
         tuned: dict[str, dict[float, float]] = {}
         best: dict[str, float] = {}
         results: dict[str, list[Record]] = {}
         every: list[Record] = []
         target: list[Record] = []
         started: dict[str, int] = {}
-        unusable: list[str] = []
         for arm in self.arms:
-            known = len(unusable)
+            before = len(known.unusable)
             rates = self.rates_of(arm)
-            runs = {rate: _read(folder, self.specs(arm, [rate], self.tuning), unusable) for rate in rates}
+            runs = {rate: known.of(self.specs(arm, [rate], self.tuning)) for rate in rates}
             tuning = [record for records in runs.values() for record in records]
             every += tuning
-            if tuning or len(unusable) > known:
+            if tuning or len(known.unusable) > before:
                 started[arm] = len(tuning)
             if not self.tuning.seeds:
                 best[arm] = rates[0]
@@ -151,16 +155,16 @@ class Study:
                 tuned[arm], smallest = losses, min(losses, key=losses.__getitem__)
                 best |= {arm: smallest} if math.isfinite(losses[smallest]) else {}
             if arm == self.baseline and arm in best:
-                further = _read(folder, self.target_specs(best), unusable)
+                further = known.of(self.target_specs(best))
                 every += further
                 target = runs[best[arm]] + further
         for arm, rate in best.items():
-            records = _read(folder, self.specs(arm, [rate], self.final), unusable)
+            records = known.of(self.specs(arm, [rate], self.final))
             every += records
             if records:
                 results[arm] = records
                 started.setdefault(arm, 0)
-        return Findings(tuned, best, results, every, target, started, unusable)
+        return Findings(tuned, best, results, every, target, started, known.unusable)
 
     def is_complete(self, folder: Path) -> bool:
         """Whether every run has a record."""
@@ -183,14 +187,14 @@ class Study:
     def run(
         self, folder: Path, data_dir: Path | None, jobs: int, on_steps: Callable[[int], None] = lambda steps: None
     ) -> None:
-        """Make all runs that have no record yet, and write their records into a folder."""
+        """Make all runs that have no record yet, and add their records to the file in a folder."""
         done = 0
         for specs in self.stages(folder):
 
             def report(steps: int, done: int = done) -> None:
                 on_steps(done + steps)
 
-            for _ in run_all(specs, folder, data_dir, jobs, report):
+            for _ in run_all(specs, self.file(folder), data_dir, jobs, report):
                 pass
             done += sum(spec.steps for spec in specs)
 
@@ -198,19 +202,6 @@ class Study:
 def in_turn(lists: Iterable[Sequence[RunSpec]]) -> Iterator[RunSpec]:
     """The first of every list, then the second of every list, and so on."""
     return (spec for spec in chain.from_iterable(zip_longest(*lists)) if spec is not None)
-
-
-def _read(folder: Path, specs: Sequence[RunSpec], unusable: list[str]) -> list[Record]:
-    """The usable records among those of the specs; what is wrong with the others goes to `unusable`."""
-    records = []
-    for spec in specs:
-        try:
-            record = read_strictly(folder, spec)
-        except UnusableRecord as error:
-            unusable.append(str(error))
-        else:
-            records += [] if record is None else [record]
-    return records
 
 
 class Interval(NamedTuple):

@@ -247,7 +247,7 @@ def results(race: Race, folder: Path) -> list[TaskResult]:
     """What the records in a folder say."""
     found = []
     for name, study in race.studies().items():
-        findings = study.findings(folder / name)
+        findings = study.findings(folder)
         target = target_of(study, findings)
         arms = {arm: _result(study, findings, arm, target) for arm in findings.results}
         found.append(TaskResult(name, race.tasks[name], study, findings, target, arms, race.left_out[name]))

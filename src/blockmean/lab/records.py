@@ -1,17 +1,20 @@
-"""Records of runs, one JSON file each: a run with a record is not made again, an unusable record is named."""
+"""Records of runs, one line of JSON each and one file per study: a run that has one is not made again."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,48 +27,93 @@ REQUIRED = {"spec", "environment", "epochs", "diverged_at", "train_loss", "test_
 LARGEST_LOSS = 3.5e38
 """Losses are computed in float32: a larger one was never measured."""
 
+KEY = re.compile(r'\{"key": "([^"]+)"')
+"""How every line begins: it names the run even where the rest is cut off."""
+
 _steps_done: Any = None  # in a worker: its counter, which the main process reads
-
-
-class UnusableRecord(ValueError):
-    """A record that is there but cannot be used."""
-
-    def __init__(self, path: Path, reason: object) -> None:
-        super().__init__(f"{path} cannot be used ({reason})")
 
 
 class WorkerKilled(RuntimeError):
     """The process of a run ended before the run did."""
 
 
-def read(folder: Path, spec: RunSpec) -> Record | None:
-    """The record of a spec, or None if there is none; one that cannot be used is named on stderr and counts as none."""
-    try:
-        return read_strictly(folder, spec)
-    except UnusableRecord as error:
-        print(f"{error}; it counts as missing.", file=sys.stderr)
-        return None
+class Records:
+    """The records in a file, read once. The last line of a key counts.
+
+    A line that was cut off, or is no JSON for another reason, counts only where its key has no other.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.unusable: list[str] = []
+        """One sentence for each record that was asked for and cannot be used; it counts as missing."""
+        self._found: dict[str, Record | Exception] = {}
+        older = path.with_suffix("")
+        if not path.exists() and any(older.glob("*.json")):
+            raise FileNotFoundError(
+                f"{older} has one file per record, as older versions wrote them. CHANGELOG.md says how to join them "
+                f"into {path}; without that folder, everything runs again."
+            )
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
+            try:
+                record = json.loads(line, parse_constant=_refuse_constant)
+                self._found[record.pop("key")] = record
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                if key := KEY.match(line):
+                    self._found.setdefault(key[1], error)
+
+    def every(self) -> list[Record]:
+        """All records that can be read."""
+        return [record for record in self._found.values() if not isinstance(record, Exception)]
+
+    def of(self, specs: Iterable[RunSpec]) -> list[Record]:
+        """The records of those runs that have a usable one."""
+        found = (self.get(spec.key, spec.describes, partial(_check_run, spec)) for spec in specs)
+        return [record for record in found if record is not None]
+
+    def get(self, key: str, describes: Callable[[object], bool], check: Callable[[Record], None]) -> Record | None:
+        """The record of a key; None if there is none, or none that can be used: `unusable` says why.
+
+        Args:
+            describes: whether the spec inside the record is the right one.
+            check: raises any ordinary error if the record lacks something else.
+        """
+        record = self._found.get(key)
+        if record is None:
+            return None
+        try:
+            if isinstance(record, Exception):
+                raise record
+            if not isinstance(record["environment"], dict):
+                raise ValueError(f"environment must be an object. Got {record['environment']!r} instead.")
+            if not describes(record["spec"]):
+                raise ValueError("it belongs to other settings")
+            check(record)
+            return record
+        # Broken JSON is a ValueError; the others come from values of an unexpected type or size.
+        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            self.unusable.append(f"The record {key} in {self.path} cannot be used ({reason})")
+            return None
 
 
-def read_strictly(folder: Path, spec: RunSpec) -> Record | None:
-    """The record of a spec, or None if there is none; UnusableRecord if there is one that cannot be used."""
-
-    def check(record: Record) -> None:
-        epochs = record["epochs"]
-        if record["diverged_at"] is None:
-            if len(epochs) != spec.steps // steps_per_epoch(spec.dataset, spec.batch):
-                raise ValueError("epochs are missing")
-            require_number(record, "train_loss", 0, LARGEST_LOSS)
-        else:
-            require_number(record, "diverged_at", 0, spec.steps - 1)
-        require_number(record, "test_error", 0, 1)
-        for epoch in epochs:
-            require_number(epoch, "train_loss", 0, LARGEST_LOSS)
-            require_number(epoch, "test_error", 0, 1)
-        if spec.curve:
-            _check_curve(record, spec)
-
-    return load(folder / f"{spec.key}.json", spec.describes, REQUIRED, check)
+def _check_run(spec: RunSpec, record: Record) -> None:
+    """Raise unless the record has every epoch of the run, with numbers that can have been measured."""
+    if not record.keys() >= REQUIRED:
+        raise ValueError(f"{', '.join(sorted(REQUIRED - record.keys()))} missing")
+    epochs = record["epochs"]
+    if record["diverged_at"] is None:
+        if len(epochs) != spec.steps // steps_per_epoch(spec.dataset, spec.batch):
+            raise ValueError("epochs are missing")
+        require_number(record, "train_loss", 0, LARGEST_LOSS)
+    else:
+        require_number(record, "diverged_at", 0, spec.steps - 1)
+    require_number(record, "test_error", 0, 1)
+    for epoch in epochs:
+        require_number(epoch, "train_loss", 0, LARGEST_LOSS)
+        require_number(epoch, "test_error", 0, 1)
+    if spec.curve:
+        _check_curve(record, spec)
 
 
 def _check_curve(record: Record, spec: RunSpec) -> None:
@@ -82,42 +130,6 @@ def _check_curve(record: Record, spec: RunSpec) -> None:
     require_number(record, "parameters", 1, math.inf)
 
 
-def write(folder: Path, spec: RunSpec, record: Record) -> None:
-    """Write the record of a spec."""
-    store(folder / f"{spec.key}.json", record)
-
-
-def load(
-    path: Path, describes: Callable[[object], bool], required: set[str], check: Callable[[Record], None]
-) -> Record | None:
-    """A record from disk, or None if there is no such file.
-
-    Args:
-        describes: whether the spec inside the record is the right one.
-        required: keys that the record must have.
-        check: raises any ordinary error if the record lacks something else.
-
-    Raises UnusableRecord if the file is no such record.
-    """
-    if not path.exists():
-        return None
-    try:
-        record: Record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-        if not isinstance(record, dict) or not record.keys() >= required:
-            raise ValueError("it is no such record")
-        if not isinstance(record["environment"], dict):
-            raise ValueError(f"environment must be an object. Got {record['environment']!r} instead.")
-        if not describes(record["spec"]):
-            raise ValueError("it belongs to other settings")
-        check(record)
-    except KeyError as error:
-        raise UnusableRecord(path, f"{error} is missing") from error
-    # Broken JSON and broken UTF-8 are ValueErrors; the others come from values of an unexpected type or size.
-    except (ValueError, TypeError, AttributeError, IndexError, ArithmeticError, RecursionError, OSError) as error:
-        raise UnusableRecord(path, error) from error
-    return record
-
-
 def require_number(values: Mapping[str, Any], name: str, low: float, high: float) -> None:
     """Raise ValueError unless the value of that name is a number from `low` to `high`."""
     value = values[name]
@@ -129,8 +141,21 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def append(path: Path, key: str, record: Record) -> None:
+    """Add a record as one line of strict JSON, in one write: the lines of several processes do not mix."""
+    line = json.dumps({"key": key, **record}, allow_nan=False).encode() + b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+", buffering=0) as file:  # O_APPEND
+        fcntl.flock(file, fcntl.LOCK_EX)  # released with the file, and if the process is killed
+        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+        if file.read(1) not in (b"", b"\n"):  # the last line was cut off when its process was killed
+            line = b"\n" + line
+        if file.write(line) != len(line):
+            raise OSError(f"{path} cannot take the record {key}: the disk is full.")
+
+
 def store(path: Path, record: Record) -> None:
-    """Write a record as strict JSON in one move, so that an interruption leaves either nothing or all of it."""
+    """Write strict JSON in one move, so that an interruption leaves either nothing or all of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.part")
     unfinished.write_text(json.dumps(record, allow_nan=False) + "\n")
@@ -139,25 +164,25 @@ def store(path: Path, record: Record) -> None:
 
 def run_all(
     specs: Sequence[RunSpec],
-    folder: Path,
+    path: Path,
     data_dir: Path | None = None,
     jobs: int = 1,
     on_steps: Callable[[int], None] | None = None,
 ) -> Iterator[Record]:
-    """The records of all specs, as they become ready: those on disk first, then new ones, `jobs` at a time.
+    """The records of all specs, as they become ready: those in the file first, then new ones, `jobs` at a time.
 
-    `on_steps` is called twice a second with the number of training steps done, including those of records on disk.
+    `on_steps` is called twice a second with the number of training steps done, including those of records in the file.
     Raises WorkerKilled, which names the run, if a process ends before its run does.
     """
-    missing: list[RunSpec] = []
-    done = 0
+    known, missing, done = Records(path), [], 0
     for spec in dict.fromkeys(specs):
-        record = read(folder, spec)
-        if record is None:
-            missing.append(spec)
-        else:
+        if found := known.of([spec]):
             done += spec.steps
-            yield record
+            yield from found
+        else:
+            missing.append(spec)
+    for problem in known.unusable:
+        print(f"{problem}; it counts as missing.", file=sys.stderr)
     if on_steps is not None:
         on_steps(done)
     if not missing:
@@ -173,7 +198,7 @@ def run_all(
     def start_next(pool: ProcessPoolExecutor) -> None:
         spec = next(waiting, None)
         if spec is not None:
-            running[pool.submit(_run, spec, folder, data_dir)] = spec, pool
+            running[pool.submit(_run, spec, path, data_dir)] = spec, pool
 
     try:
         for pool in pools:
@@ -189,12 +214,12 @@ def run_all(
                 except BrokenProcessPool:
                     raise WorkerKilled(
                         f"The process of the run {spec.key} was killed; the machine may be out of memory. Finished "
-                        f"runs are in {folder}: run the same command again to resume, with a smaller --jobs to use "
+                        f"runs are in {path}: run the same command again to resume, with a smaller --jobs to use "
                         "less memory."
                     ) from None
                 start_next(pool)
                 yield record
-    except BaseException:  # Ctrl-C too: finished runs are on disk, and nobody waits for the others
+    except BaseException:  # Ctrl-C too: finished runs are in the file, and nobody waits for the others
         for process in multiprocessing.active_children():
             process.kill()
         raise
@@ -218,7 +243,7 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _run(spec: RunSpec, folder: Path, data_dir: Path | None) -> Record:
+def _run(spec: RunSpec, path: Path, data_dir: Path | None) -> Record:
     made = 0
 
     def count(step: int, loss: float) -> None:
@@ -227,6 +252,6 @@ def _run(spec: RunSpec, folder: Path, data_dir: Path | None) -> Record:
         _steps_done.value += 1
 
     record = run(spec, data_dir, count)
-    write(folder, spec, record)
+    append(path, spec.key, record)
     _steps_done.value += spec.steps - made  # a run that diverged counts as complete
     return record

@@ -23,7 +23,7 @@ from blockmean.lab.arms import PEERS, Unsuitable, make, state_bytes
 from blockmean.lab.compare import Table
 from blockmean.lab.environment import environment, package_version, use_threads
 from blockmean.lab.models import MODELS
-from blockmean.lab.records import store
+from blockmean.lab.records import Records, append
 from blockmean.lab.timing import interleaved, ratios, summary
 
 # ---------------------------------------------------------------- networks
@@ -219,7 +219,7 @@ def machine(threads: int, seconds: float = 1.0) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Costs:
-    """The record of one network with one number of threads."""
+    """What was measured on one network with one number of threads."""
 
     network: str
     threads: int
@@ -227,10 +227,6 @@ class Costs:
     machine: dict[str, float]
     parameters: int
     tensors: int
-
-    @classmethod
-    def read(cls, path: Path) -> Costs:
-        return cls(**json.loads(path.read_text()))
 
     @property
     def measured(self) -> dict[str, dict[str, Any]]:
@@ -262,43 +258,42 @@ class Costs:
         return float(speed / self.machine["product_operations_per_second"])
 
 
-def file_of(folder: Path, name: str, threads: int) -> Path:
-    return folder / f"{name}-{threads}.json"
-
-
-def unmeasured(folder: Path, names: Sequence[str], on: str, threads: int) -> list[str]:
-    """The optimizers that the record of a network lacks."""
-    path = file_of(folder, on, threads)
-    known = Costs.read(path).rows if path.exists() else {}
+def unmeasured(path: Path, names: Sequence[str], on: str, threads: int) -> list[str]:
+    """The optimizers that have no record on a network."""
+    known = {name for costs in read(path, [on], threads) for name in costs.rows}
     return [name for name in names if name not in known]
 
 
 def run(
-    folder: Path, names: Sequence[str], on: str, threads: int, repetitions: int, longest: float
+    path: Path, names: Sequence[str], on: str, threads: int, repetitions: int, longest: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measure what the record of a network lacks, and write it after every row; yields each row that is new."""
-    path = file_of(folder, on, threads)
-    before = Costs.read(path) if path.exists() else None
-    known = before.rows if before else {}
-    missing = unmeasured(folder, names, on, threads)
+    """Measure what has no record yet, and add each record to the file; yields each row that is new."""
+    missing = unmeasured(path, names, on, threads)
     if not missing:
         return
     model = network(on)
     about: dict[str, Any] = {"network": on, "threads": threads, "parameters": parameters(model)}
     about |= {"tensors": len(list(model.parameters())), "machine": machine(threads)}
-    if before:  # other work on the machine can only make it look slower
-        about["machine"] = {name: max(rate, before.machine[name]) for name, rate in about["machine"].items()}
     del model
     for name in missing:
-        known[name] = measure_alone(name, on, threads, repetitions, longest)
-        store(path, {**about, "rows": known})
-        yield name, known[name]
+        row = measure_alone(name, on, threads, repetitions, longest)
+        append(path, f"{on}-{threads}-{name}", {**about, "optimizer": name, "row": row})
+        yield name, row
 
 
-def read(folder: Path, names: Sequence[str], threads: int) -> list[Costs]:
-    """The records of networks, as far as there are any."""
-    paths = [file_of(folder, name, threads) for name in names]
-    return [Costs.read(path) for path in paths if path.exists()]
+def read(path: Path, names: Sequence[str], threads: int) -> list[Costs]:
+    """What the records of networks say, as far as there are any."""
+    found: dict[str, Costs] = {}
+    for record in Records(path).every():
+        name, machine = record["network"], record["machine"]
+        if name not in names or record["threads"] != threads:
+            continue
+        new = Costs(name, threads, {}, {}, record["parameters"], record["tensors"])
+        costs = found.setdefault(name, new)
+        costs.rows[record["optimizer"]] = record["row"]
+        # Other work on the machine can only make it look slower.
+        costs.machine.update({rate: max(value, costs.machine.get(rate, 0.0)) for rate, value in machine.items()})
+    return [found[name] for name in names if name in found]
 
 
 def table(costs: Costs) -> Table:

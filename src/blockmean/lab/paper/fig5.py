@@ -135,10 +135,10 @@ def fig5(config: ReportConfig) -> Outcome:
 def find(config: ReportConfig) -> list[StudyResult]:
     """The studies of this profile, and those others of the paper that have published records."""
     own = studies(config.profile, config.seeds, config.epochs)
-    found = [StudyResult(study, study.findings(config.records / study.name), published=False) for study in own]
+    found = [StudyResult(study, study.findings(config.records), published=False) for study in own]
     if config.published is not None:
         others = [study for study in studies("paper") if study.name not in {one.name for one in own}]
-        read = [StudyResult(study, study.findings(config.published / study.name), published=True) for study in others]
+        read = [StudyResult(study, study.findings(config.published), published=True) for study in others]
         found += [one for one in read if one.findings.started]
     order = [study.name for study in studies("quick")] + PANELS
     return sorted(found, key=lambda one: order.index(one.study.name))

@@ -9,7 +9,7 @@ from typing import Any
 
 from blockmean.lab.environment import environment
 from blockmean.lab.paper.outcome import ReportConfig
-from blockmean.lab.records import UnusableRecord, load, store
+from blockmean.lab.records import Records, append
 from blockmean.lab.train import Record
 
 
@@ -24,19 +24,17 @@ def load_or_measure(
 
     FileNotFoundError if there is no usable record and `config.measure` is False.
     """
-    path = config.records / f"{part}-{config.profile}.json"
+    path, key = config.records / "measurements.jsonl", f"{part}-{config.profile}"
     plain = json.loads(json.dumps(spec))
-    problem = f"There is no {path}"
-    try:
-        record = load(path, lambda stored: stored == plain, {"spec", "environment"}, check)
-    except UnusableRecord as error:
-        record, problem = None, str(error)
-        if config.measure:
-            print(f"{error}; it counts as missing.", file=sys.stderr)
+    known = Records(path)
+    record = known.get(key, lambda stored: stored == plain, check)
     if record is None:
         if not config.measure:
             command = f"blockmean reproduce {part} --profile {config.profile} --records {config.records}"
+            problem = "".join(known.unusable) or f"There is no record {key} in {path}"
             raise FileNotFoundError(f"{problem}: `{command}` measures it.")
+        for problem in known.unusable:
+            print(f"{problem}; it counts as missing.", file=sys.stderr)
         record = {"spec": spec, "environment": environment(), **measure()}
-        store(path, record)
+        append(path, key, record)
     return record

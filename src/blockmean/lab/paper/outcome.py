@@ -46,7 +46,7 @@ class ReportConfig:
     out: Path
     """The folder for pictures."""
     records: Path
-    """The folder for records: a subfolder per study, and a file per measurement."""
+    """The folder for records: a file per study, and one for measurements."""
     profile: str = "quick"
     data_dir: Path | None = None
     seeds: int | None = None
