@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +121,6 @@ def test_a_finished_run_goes_on_with_another_number_of_processes(uninterrupted):
     first, last = printed.splitlines()
     assert first == f"goes on after step {STEPS}"
     assert last.startswith(f"step {STEPS + 10}: loss ")
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(2, tmp_path_factory.mktemp("cluster"))
-    yield cluster
-    cluster.close()
 
 
 @pytest.mark.parametrize(("cls", "options"), [("AdamBMA", {}), ("Anova", {"means": 2})])
