@@ -15,6 +15,7 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard src/blockmean/optim
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps curvlinops-for-pytorch
 	touch $@
 
 test: lint
