@@ -1,11 +1,13 @@
-# make test: everything that CI runs. make check: the fast part. make reproduce: the results. Each creates .venv if needed.
+# make test: what CI runs. make check: the fast part. make test-all: builds, studies, sanitizers as well.
+# make reproduce: the results. Each creates .venv if needed.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# Two workers on two cores, one thread each: more torch threads would only compete.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+# Two workers on two cores, one thread each: more torch threads would only compete. Tests that share something slow
+# (`xdist_group`) run in the same worker.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
-.PHONY: setup test check lint wheel sanitize avx512 reproduce docs site clean
+.PHONY: setup test test-all check lint wheel instructions sanitize avx512 reproduce docs site clean
 
 setup: $(READY)
 
@@ -13,13 +15,18 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard src/blockmean/optim
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps curvlinops-for-pytorch
 	touch $@
 
 test: lint
 	$(PYTEST)
 
+test-all: lint
+	$(PYTEST) -m ''
+	$(MAKE) instructions sanitize avx512
+
 check: lint
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not packaging and not study'
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -29,6 +36,13 @@ lint: $(READY)
 # One wheel per platform: its kernels fit every Python from 3.11 on and every torch.
 wheel: $(READY)
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
+# The kernels with the instruction sets of this machine that are not its best.
+instructions: $(READY)
+	for set in plain avx2; do \
+		BLOCKMEAN_INSTRUCTIONS=$$set $(BIN)/python -c 'from blockmean.optim import native' 2> /dev/null || continue; \
+		BLOCKMEAN_INSTRUCTIONS=$$set $(PYTEST) tests/optim/test_native.py tests/optim/test_native_anova.py || exit 1; \
+	done
 
 # The kernels with AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the package; leaks are Python's own.
 sanitize: $(READY)

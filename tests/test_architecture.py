@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
@@ -64,9 +68,9 @@ def imports(tree: ast.AST, *, at_import_time: bool = False) -> Iterator[tuple[st
             yield from imports(node, at_import_time=at_import_time)
 
 
-def inner_imports(module: str) -> Iterator[tuple[str, str]]:
+def inner_imports(module: str, *, at_import_time: bool = False) -> Iterator[tuple[str, str]]:
     """What a module imports from this package, as (module, name); `from blockmean import plot` is blockmean.plot."""
-    for source, name in imports(ast.parse(FILES[module].read_text())):
+    for source, name in imports(ast.parse(FILES[module].read_text()), at_import_time=at_import_time):
         if source.partition(".")[0] == "blockmean":
             inner = f"{source}.{name}"
             yield (inner, "") if inner in FILES else (source, name)
@@ -75,10 +79,17 @@ def inner_imports(module: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("module", [name for name in FILES if part_of(name) != ""])
 def test_imports_go_downwards_only(module: str) -> None:
     part = part_of(module)
-    assert part in ALLOWED, f"{module} is new: say in ALLOWED what it may import, and in DESIGN.md"
+    assert part in ALLOWED, f"{module} is new: say in ALLOWED what it may import, and in CONTRIBUTING.md"
     allowed = ALLOWED[part] | (PUBLIC_MODULES | {""} if part in ("lab", "cli") else set())
     for source, name in inner_imports(module):
         assert part_of(source) in allowed, f"{module} must not import {source} {name}"
+
+
+def test_modules_can_be_put_in_an_order_in_which_each_imports_earlier_ones() -> None:
+    order = TopologicalSorter(
+        {module: {source for source, _ in inner_imports(module, at_import_time=True)} - {module} for module in FILES}
+    )
+    order.prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("module", [name for name in FILES if part_of(name) in ("lab", "cli")])
@@ -108,16 +119,15 @@ def test_heavy_packages_are_imported_by_what_needs_them_when_it_needs_them(modul
     assert not early & LAZY
 
 
-def test_importing_blockmean_loads_torch_and_nothing_heavy_beyond_it() -> None:
-    # torch imports numpy itself if it is installed, so count only new modules.
+def test_importing_blockmean_leaves_torch_for_later_and_its_names_load_nothing_heavy_beyond_it() -> None:
     code = (
-        "import sys, torch; packages = lambda: {name.partition('.')[0] for name in sys.modules}; "
-        "before = packages(); from blockmean import *; print(*packages() - before)"
+        "import sys; packages = lambda: {name.partition('.')[0] for name in sys.modules}; "
+        "import blockmean; print(*packages()); from blockmean import *; print(*packages())"
     )
     result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(result.stdout.split())
-    assert "blockmean" in loaded
-    assert not loaded & LAZY
+    first, then = (set(line.split()) for line in result.stdout.splitlines())
+    assert "blockmean" in first and not {"torch", *LAZY} & first
+    assert "torch" in then and not (LAZY - {"numpy"}) & then  # torch imports numpy itself
 
 
 def test_importing_blockmean_works_where_torch_is_all_there_is() -> None:
@@ -125,12 +135,6 @@ def test_importing_blockmean_works_where_torch_is_all_there_is() -> None:
     # torch warns if numpy is missing; that is not ours to test.
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-
-
-def test_importing_blockmean_alone_leaves_torch_for_later() -> None:
-    code = "import sys, blockmean; print('torch' in sys.modules); blockmean.Anova; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["False", "True"]
 
 
 def test_names_are_found_when_they_are_used_and_only_those_that_exist() -> None:
@@ -150,3 +154,25 @@ def test_the_version_is_that_of_the_installed_package() -> None:
     from importlib.metadata import version
 
     assert blockmean.__version__ == version("blockmean")
+
+
+def test_nothing_that_make_installs_brings_torchvision() -> None:
+    """Built for another torch, it breaks whatever imports it if it is there, such as transformers."""
+    extras = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pending = {package_of(line) for lines in extras.values() for line in lines} - {"blockmean"}
+    seen: set[str] = set()
+    while pending:
+        name = pending.pop()
+        seen.add(name)
+        try:
+            lines = [line for line in requires(name) or [] if "extra ==" not in line]
+        except PackageNotFoundError:  # of another platform
+            continue
+        pending |= {package_of(line) for line in lines} - seen
+    assert {"torch", "linear-operator", "mlxtend"} <= seen
+    assert not {"torchvision", "torchaudio", "backpack-for-pytorch"} & seen
+
+
+def package_of(requirement: str) -> str:
+    """'A_b[c]>=1; marker' → 'a-b'."""
+    return re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-")

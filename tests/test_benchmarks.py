@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -17,20 +16,19 @@ import torch
 from blockmean.lab import timing
 from blockmean.lab.spec import RunSpec
 from blockmean.lab.train import run
+from support.scripts import load_script, run_script
 
 ROOT = Path(__file__).parent.parent
 
 
 def load(path: str) -> ModuleType:
-    """Import a script that is not part of the package; it may import others of its folder, as when it is run."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str((ROOT / path).parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
-    return module
+    """Import a script that is not part of the package."""
+    return load_script(ROOT / path)
+
+
+def run_benchmark(name: str, *arguments: object) -> str:
+    """What a benchmark prints."""
+    return run_script(ROOT / "benchmarks" / f"{name}.py", *map(str, arguments))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
@@ -38,14 +36,19 @@ def test_every_script_finds_what_it_imports(path: Path):
     assert load(str(path.relative_to(ROOT))).__doc__
 
 
+shares_the_record = pytest.mark.xdist_group("algebra benchmark")
+
+
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict:
     out = tmp_path_factory.mktemp("benchmarks") / "algebra.json"
+    # In a process of its own: it makes malloc keep what is freed.
     command = [sys.executable, str(ROOT / "benchmarks" / "algebra.py"), "--quick", "--out", str(out)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(out.read_text())
 
 
+@shares_the_record
 def test_the_record_says_where_it_was_taken(record: dict):
     environment = record["environment"]
     assert environment["torch"] == torch.__version__
@@ -53,10 +56,12 @@ def test_the_record_says_where_it_was_taken(record: dict):
     assert {"python", "scipy", "cpu", "cores", "date", "code", "load"} <= set(environment)
 
 
+@shares_the_record
 def test_the_record_says_whether_page_faults_count(record: dict):
     assert isinstance(record["memory_kept"], bool)
 
 
+@shares_the_record
 def test_every_point_has_times_ratios_and_quartiles_in_order(record: dict):
     assert {point["sweep"] for point in record["points"]} == {"d", "L"}
     for point in record["points"]:
@@ -67,6 +72,7 @@ def test_every_point_has_times_ratios_and_quartiles_in_order(record: dict):
         assert point["ratio_to_read"]["read v"]["median"] == 1
 
 
+@shares_the_record
 def test_dense_rivals_are_there_where_affordable_and_compute_the_same(record: dict):
     small, large = record["points"][:2]
     assert "dense torch, eigh @ v" in small["seconds"]
@@ -76,6 +82,7 @@ def test_dense_rivals_are_there_where_affordable_and_compute_the_same(record: di
     assert large["relative_error"] is None
 
 
+@shares_the_record
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_peak_memory_of_the_dense_way_is_at_least_one_matrix(record: dict):
     point = record["points"][0]
@@ -99,6 +106,7 @@ def test_interleaving_takes_every_operation_equally_often():
     assert timing.ratios({"a": [1.0, 2.0], "b": [2.0, 8.0]}, "a")["b"]["median"] == 3.0
 
 
+@shares_the_record
 def test_the_picture_is_drawn_from_the_record_alone(record: dict, tmp_path: Path):
     pictures = load("docs/figures.py").algebra_cost(record, tmp_path)
     assert [path.name for path in pictures] == ["algebra_cost.svg", "algebra_cost.png"]
@@ -111,11 +119,10 @@ def test_pictures_of_the_documentation_are_small():
     assert all(path.stat().st_size < 200_000 for path in pictures)
 
 
-@pytest.mark.slow  # four processes
+@pytest.mark.study  # four processes
 def test_the_epoch_benchmark_writes_a_whole_record(tmp_path: Path):
     out = tmp_path / "epoch.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "epoch.py"), "--dataset", "digits", "--rounds", "1"]
-    printed = subprocess.run([*command, "--out", str(out)], check=True, capture_output=True, text=True).stdout
+    printed = run_benchmark("epoch", "--dataset", "digits", "--rounds", 1, "--out", out)
     record = json.loads(out.read_text())
     assert set(record["epochs"]) == {"diag", "diag, fused", "BMA", "full"}
     for (row,) in record["epochs"].values():
@@ -128,8 +135,7 @@ def test_the_epoch_benchmark_writes_a_whole_record(tmp_path: Path):
 
 def test_the_first_step_benchmark_measures_moves_in_units_of_the_rate(tmp_path: Path):
     out = tmp_path / "first_step.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "first_step.py"), "--dataset", "digits", "--models", "small"]
-    subprocess.run([*command, "--seeds", "2", "--out", str(out)], check=True, capture_output=True)
+    run_benchmark("first_step", "--dataset", "digits", "--models", "small", "--seeds", 2, "--out", out)
     record = json.loads(out.read_text())
     floors = [seed[name] for seed in record["models"]["small"] for name in seed]
     assert len(floors) == 4
@@ -138,10 +144,10 @@ def test_the_first_step_benchmark_measures_moves_in_units_of_the_rate(tmp_path: 
 
 def test_lost_runs_are_followed_step_by_step_and_not_made_again(tmp_path: Path):
     out = tmp_path / "lost_runs.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "lost_runs.py"), "--datasets", "digits", "--model", "small"]
-    command += ["--arms", "diag, √(r + ε)", "BMA", "--seeds", "0", "--steps", "5", "--out", str(out)]
-    subprocess.run(command, check=True, capture_output=True)
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    arguments = ["--datasets", "digits", "--model", "small", "--arms", "diag, √(r + ε)", "BMA", "--seeds", 0]
+    arguments += ["--steps", 5, "--out", out]
+    run_benchmark("lost_runs", *arguments)
+    printed = run_benchmark("lost_runs", *arguments)
     assert printed.startswith("| data, arm |")  # nothing was run the second time
     diagonal, corrected = (run["steps"] for run in json.loads(out.read_text())["runs"])
     assert all(len(column) == 5 for column in diagonal.values())
@@ -210,12 +216,12 @@ def test_the_first_look_is_summarised_from_records(tmp_path: Path):
     assert "difference" not in rows["AdamW"]
 
 
+@pytest.mark.study
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_iterations_and_peak_memory_are_measured_beside_adamw(tmp_path: Path):
-    tasks = ["--tasks", "mlp-raw,paper-small", "--repetitions", "2"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "step_cost.py"), *tasks]
-    subprocess.run([*command, "--out", str(tmp_path / "cost.json")], check=True, capture_output=True)
-    record = json.loads((tmp_path / "cost.json").read_text())
+    out = tmp_path / "cost.json"
+    run_benchmark("step_cost", "--tasks", "mlp-raw,paper-small", "--repetitions", 2, "--out", out)
+    record = json.loads(out.read_text())
     ratios = {row["optimizer"]: row["ratio"]["median"] for row in record["rows"]}
     assert (
         list(ratios) == ["AdamW", "AdamBMA", "Anova", "SOAP", "Adagrad, fused", "AdaGradBMA"]
@@ -288,15 +294,9 @@ def test_shards_are_as_far_from_one_process_as_rounding_is():
                 assert 0 < rms[optimizer, dtype, kind] < 2 * rms[optimizer, dtype, "rounded"]
 
 
-def test_the_overhead_is_measured_per_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_overhead_is_measured_per_tensor(tmp_path: Path):
     overhead, out = load("benchmarks/overhead.py"), tmp_path / "overhead.json"
-    arguments = ["overhead.py", "--tensors", "20", "--repetitions", "3", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    threads = torch.get_num_threads()
-    try:
-        overhead.main()
-    finally:
-        torch.set_num_threads(threads)
+    run_benchmark("overhead", "--tensors", 20, "--repetitions", 3, "--out", out)
     record = json.loads(out.read_text())
     assert [row["optimizer"] for row in record["rows"]] == list(overhead.OPTIMIZERS)
     assert record["rows"][0]["ratio"]["median"] == 1

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ STEPS, SAVE_EVERY = 30, 10
 TIMEOUT = 180
 """Seconds after which a run is taken for hung."""
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 
 def start(example: str, folder: Path, *options: str, processes: int = 2, restarts: int = 0) -> subprocess.Popen:
@@ -58,7 +57,7 @@ def saved(example: str, folder: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
-@pytest.fixture(scope="module", params=["ddp_train", "fsdp_train"])
+@pytest.fixture(scope="module", params=["fsdp_train", pytest.param("ddp_train", marks=pytest.mark.study)])
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, str]:
     """An example, the folder of its checkpoints, and what it printed."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -122,13 +121,6 @@ def test_a_finished_run_goes_on_with_another_number_of_processes(uninterrupted):
     first, last = printed.splitlines()
     assert first == f"goes on after step {STEPS}"
     assert last.startswith(f"step {STEPS + 10}: loss ")
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(2, tmp_path_factory.mktemp("cluster"))
-    yield cluster
-    cluster.close()
 
 
 @pytest.mark.parametrize(("cls", "options"), [("AdamBMA", {}), ("Anova", {"means": 2})])

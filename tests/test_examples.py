@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +10,7 @@ import pytest
 import torch
 
 from blockmean import BlockMean, Partition
+from support.scripts import load_script, run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NUMBER = r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
@@ -21,21 +18,12 @@ NUMBER = r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 
 def load(name: str) -> ModuleType:
     """An example as a module, without running `main`."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(EXAMPLES / f"{name}.py")
 
 
 def run(name: str, *arguments: str) -> str:
-    """The output of an example in a separate process, with warnings as errors."""
-    command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py"), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    return done.stdout
+    """The output of an example, with warnings as errors."""
+    return run_script(EXAMPLES / f"{name}.py", *arguments)
 
 
 def row(printed: str, start: str) -> list[float]:
@@ -159,7 +147,7 @@ def test_the_damping_loop_lowers_the_loss_and_follows_its_rule(monkeypatch: pyte
         assert after.damping == pytest.approx(factor * step.damping)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_the_damping_loop_prints_both_methods_and_why():
     printed = run("damping_loop")
     (start,) = re.findall(rf"Loss ({NUMBER}) at the start", printed)
@@ -170,7 +158,7 @@ def test_the_damping_loop_prints_both_methods_and_why():
         assert float(exact) > 2 * float(approximate)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_one_step_early_in_training_gains_more_the_finer_the_blocks():
     first, printed = run("newton_and_natural_gradient").split("\n\n")[:2]
     gain = {by: row(printed, f"natural gradient, {by}")[1] for by in ("tensor", "unit", "kernel", "exact")}

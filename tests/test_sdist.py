@@ -49,7 +49,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-@pytest.mark.slow
+@pytest.mark.packaging
 def test_the_source_distribution_has_every_tracked_file_and_tests_run_from_it(source: Path, tmp_path: Path):
     (source / "src/blockmean/optim/native/_kernels.abi3.so").touch()  # what a build leaves behind stays behind
     archive = build("build_sdist", source, tmp_path / "dist")
@@ -60,7 +60,7 @@ def test_the_source_distribution_has_every_tracked_file_and_tests_run_from_it(so
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     env = {**os.environ, "PYTHONPATH": str(unpacked / "src"), "OMP_NUM_THREADS": "1"}
     some = [f"tests/{name}.py" for name in ("lab/test_spec", "test_architecture", "test_recipes", "test_sdist")]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", *some]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow and not packaging", *some]
     done = subprocess.run(command, capture_output=True, text=True, cwd=unpacked, env=env, check=False)
     assert done.returncode == 0, done.stdout
 
@@ -71,7 +71,7 @@ def metadata(source: Path, folder: Path, **variables: str) -> Message:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.packaging
 def test_metadata_has_the_one_version_and_the_readme(source: Path, tmp_path: Path):
     found = metadata(source, tmp_path / "plain")
     assert found["Version"] == blockmean.__version__
@@ -81,7 +81,7 @@ def test_metadata_has_the_one_version_and_the_readme(source: Path, tmp_path: Pat
     assert found.get_payload().strip() == (ROOT / "README.md").read_text().strip()
 
 
-@pytest.mark.slow
+@pytest.mark.packaging
 def test_links_of_the_readme_are_absolute_once_the_address_is_known(source: Path, tmp_path: Path):
     page = metadata(source, tmp_path / "released", BLOCKMEAN_URL="https://example.org/blockmean/v1/").get_payload()
     links = re.findall(r"\]\(([^)\s]+)\)", page)

@@ -34,7 +34,7 @@ def test_its_links_lead_somewhere():
     assert all((TOUR.parent / link).exists() for link in links)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 @pytest.mark.filterwarnings("ignore:.*non-interactive, and thus cannot be shown:UserWarning")
 def test_its_cells_run_and_print_what_the_text_promises():
     """As plain Python in one namespace, which is all that a kernel does with these cells but show pictures."""

@@ -52,7 +52,7 @@ def build(folder, **variables):
     return next(Path(folder).glob("*.whl"))
 
 
-@pytest.mark.slow
+@pytest.mark.packaging
 @pytest.mark.skipif(not native.is_available(), reason="no compiler")
 def test_the_wheel_steps_natively_in_an_empty_environment(tmp_path):
     wheel = build(tmp_path)
@@ -66,7 +66,7 @@ def test_the_wheel_steps_natively_in_an_empty_environment(tmp_path):
     assert run(python, "-c", STEP).strip() == native.instructions()
 
 
-@pytest.mark.slow
+@pytest.mark.packaging
 def test_without_a_compiler_the_package_installs_and_steps(tmp_path):
     wheel = build(tmp_path, CC="/bin/false", CXX="/bin/false")
     python = environment(tmp_path / "venv")

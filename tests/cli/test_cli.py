@@ -302,7 +302,7 @@ def test_the_full_study_without_data_says_what_to_do(tmp_path: Path, monkeypatch
     assert "Traceback" not in result.output
 
 
-@pytest.mark.slow  # a study with 63 short runs
+@pytest.mark.study  # with 63 short runs
 def test_the_quick_profile_from_nothing_to_the_report_and_again_from_records(tmp_path: Path):
     out = tmp_path / "out"
     command = ["reproduce", "fig5", "--seeds", "2", "--epochs", "1", "--out", str(out)]

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from blockmean import AdamBMA, Anova, param_groups
 from support.optimizers import Net, assert_same, every_class, every_optimizer, loss_of, params_of, train
@@ -47,6 +48,23 @@ def test_norms_of_other_packages_are_known_by_their_names():
     for name, decays in (("WideRMSNorm", False), ("SyncBatchNorm3d", False), ("NormalizedLinear", True)):
         kind = type(name, (nn.Linear,), {})
         assert bool(decay_of(param_groups(kind(2, 2), 0.1))["weight"]) == decays
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, nn.utils.weight_norm], ids=["new", "old"])
+def test_gains_of_weight_norm_do_not_decay_and_directions_do(norm):
+    """A gain is O × 1, as a weight of one input is."""
+    model = nn.Sequential(norm(nn.Linear(3, 2)), norm(nn.Conv2d(3, 2, 1)), nn.Linear(1, 4))
+    rule, params = decay_of(param_groups(model, 0.1)), dict(model.named_parameters())
+    gains = {name for name in rule if name.endswith(("original0", "weight_g"))}
+    assert {tuple(params[name].shape) for name in gains} == {(2, 1), (2, 1, 1, 1)}
+    biases = {"0.bias", "1.bias", "2.bias"}
+    assert {name for name, decay in rule.items() if not decay} == gains | biases
+
+
+def test_other_parametrizations_decay():
+    model = parametrizations.orthogonal(nn.Linear(3, 3))
+    assert decay_of(param_groups(model, 0.1))["parametrizations.weight.original"] == 0.1
 
 
 def test_embeddings_decay_if_asked():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from blockmean import AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA, diagnose
+from blockmean import AdaGradBMA, AdaGradFull, AdamBMA, Anova, NaturalGradientBMA, diagnose
 from support.problems import data, gradient, small_net
 
 MAKERS = {
@@ -137,11 +137,17 @@ def test_diagnosis_tells_inputs_of_one_sign_from_centred_ones():
 def test_diagnosis_says_when_it_is_too_early():
     layer = nn.Linear(3, 2)
     optimizer = AdamBMA(layer.named_parameters())
-    with pytest.raises(ValueError, match="take some steps"):
+    with pytest.raises(ValueError, match=r"take some steps first, with correction=True\.$"):
         diagnose(optimizer)
     layer(torch.ones(3)).sum().backward()
     optimizer.step()
     assert "Too early" in str(diagnose(optimizer))
+
+
+def test_what_anova_needs_is_said_in_its_own_words():
+    layer = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"take some steps first, with means other than 0\.$"):
+        diagnose(Anova(layer.named_parameters()))
 
 
 @pytest.mark.parametrize("make", [lambda p: AdaGradBMA(p), lambda p: NaturalGradientBMA(p), lambda p: AdaGradFull(p)])

@@ -1,4 +1,7 @@
-"""The kernels for other instruction sets than the best one of this machine."""
+"""The kernels for other instruction sets than the best one of this machine.
+
+`make instructions` runs the tests of the kernels with each of them.
+"""
 
 import os
 import platform
@@ -39,19 +42,6 @@ def test_the_environment_chooses_the_instruction_set():
     assert "plain." in failed.stderr
 
 
-@needs_kernels
-@pytest.mark.slow
-@pytest.mark.parametrize("file", ["test_native.py", "test_native_anova.py"])
-@pytest.mark.parametrize("instructions", ["plain", "avx2"])
-def test_the_kernels_of_other_instruction_sets_pass_the_same_tests(instructions, file):
-    if instructions == native.instructions():
-        pytest.skip("the tests themselves run with it")
-    if python("-c", "import blockmean.optim.native", instructions=instructions).returncode:
-        pytest.skip(f"this machine has no {instructions}")
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/optim/{file}", instructions=instructions)
-    assert done.returncode == 0, done.stdout[-3000:]
-
-
 def flags():
     """How setup.py compiles; it cannot be imported without building."""
     text = (ROOT / "setup.py").read_text()
@@ -61,7 +51,7 @@ def flags():
     return names
 
 
-@pytest.mark.slow
+@pytest.mark.packaging
 @pytest.mark.parametrize("target", ["this machine", "aarch64"])
 def test_the_plain_kernels_agree_with_loops(target, tmp_path):
     """All that does not need Python's headers; passes over a few rows against plain loops in double, under qemu."""

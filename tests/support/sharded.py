@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,9 +21,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import blockmean
 
@@ -82,20 +91,26 @@ class Net(nn.Module):
                 setattr(module, kind, nn.Parameter(whole))
 
 
-def set_gradients(model: nn.Module, t: int, missing: tuple[str, ...] = ()) -> None:
-    """Gradients of step t: what units, inputs and layers have in common, and some noise."""
+@functools.cache
+def gradient(name: str, shape: torch.Size, t: int) -> Tensor:
+    """What units, inputs and layers have in common in step t, and some noise."""
     common = torch.randn((), generator=torch.Generator().manual_seed(t), dtype=torch.float64)
+    rng = torch.Generator().manual_seed(1000 * t + sum(map(ord, name)))
+    value = 0.3 * torch.randn(shape, generator=rng, dtype=torch.float64) + common
+    if len(shape) > 1:  # singular values far apart: otherwise U and V are not determined well by the gradients
+        for k in range(min(shape[0], shape[1:].numel())):
+            fixed = torch.Generator().manual_seed(k)
+            u = torch.randn(shape[0], generator=fixed, dtype=torch.float64)
+            v = torch.randn(shape[1:].numel(), generator=fixed, dtype=torch.float64)
+            size = 4.0 ** (2 - k) * torch.randn((), generator=rng, dtype=torch.float64)
+            value = value + size * torch.outer(u, v).view(shape)
+    return value
+
+
+def set_gradients(model: nn.Module, t: int, missing: tuple[str, ...] = ()) -> None:
+    """Gradients of step t, of every parameter but those that are missing."""
     for name, param in model.named_parameters():
-        rng = torch.Generator().manual_seed(1000 * t + sum(map(ord, name)))
-        value = 0.3 * torch.randn(param.shape, generator=rng, dtype=torch.float64) + common
-        if param.ndim > 1:  # singular values far apart: otherwise U and V are not determined well by the gradients
-            for k in range(min(param.shape[0], param.shape[1:].numel())):
-                fixed = torch.Generator().manual_seed(k)
-                u = torch.randn(param.shape[0], generator=fixed, dtype=torch.float64)
-                v = torch.randn(param.shape[1:].numel(), generator=fixed, dtype=torch.float64)
-                size = 4.0 ** (2 - k) * torch.randn((), generator=rng, dtype=torch.float64)
-                value = value + size * torch.outer(u, v).view(param.shape)
-        value = value.to(param.dtype)
+        value = gradient(name, param.shape, t).to(param.dtype, copy=True)
         if name in missing:
             param.grad = None
         elif isinstance(param, DTensor):
@@ -584,3 +599,60 @@ def after_adamw(case: Case) -> tuple[set[int], float]:
             optimizer.zero_grad()
         ends.append(values_of(model))
     return steps, max(float((ends[0][k] - ends[1][k]).abs().max()) for k in ends[0])
+
+
+# ---------------------------------------------------------------- flattened parameters, late sharding, replicas
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def construct(wrap: str, classes: tuple[str, ...]) -> list[str]:
+    """What the constructors of these optimizers say to a model that torch.distributed has wrapped."""
+    model = two_layers()
+    wrapped: nn.Module
+    if wrap == "fully_shard":
+        wrapped = fully_shard(model, mesh=mesh_of(dist.get_world_size()))
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated
+            original = wrap == "original parameters"
+            wrapped = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
+    said = []
+    for name in classes:
+        try:
+            getattr(blockmean, name)(wrapped.parameters())
+            said.append("accepted")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def shard_later() -> bool:
+    """Whether a model whose optimizer was there before its shards steps as one that is never sharded."""
+    later, alone = nn.Linear(3, 2), nn.Linear(3, 2)
+    for model in (later, alone):
+        model.load_state_dict({"weight": torch.arange(6.0).view(2, 3), "bias": torch.tensor([1.0, -1.0])})
+    optimizers = [blockmean.AdamBMA(model.named_parameters()) for model in (later, alone)]
+    fully_shard(later, mesh=mesh_of(dist.get_world_size()))
+    optimizers[0].param_groups[0]["params"] = list(later.parameters())
+    for model, optimizer in zip((later, alone), optimizers, strict=True):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    ends = values_of(later), values_of(alone)
+    return all(torch.allclose(ends[0][name], ends[1][name]) for name in ends[1])
+
+
+def replicate() -> bool:
+    """Whether a model inside DistributedDataParallel ends bit by bit where the model alone does."""
+    alone = two_layers()
+    wrapped = DistributedDataParallel(two_layers())
+    optimizers = [blockmean.AdamBMA(model.named_parameters(), lr=0.01) for model in (wrapped, alone)]
+    for t in range(3):
+        for model, optimizer in zip((wrapped, alone), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6) * t).square().sum().backward()
+            optimizer.step()
+    return all(torch.equal(a, b) for a, b in zip(wrapped.parameters(), alone.parameters(), strict=True))

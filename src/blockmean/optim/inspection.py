@@ -303,9 +303,8 @@ def diagnose(optimizer: Any) -> Diagnosis:
             before = totals.get(prefix + name, (0.0, 0.0, 0))
             totals[prefix + name] = tuple(map(sum, zip(before, numbers, strict=True)))  # type: ignore[assignment]
     if not totals:
-        raise ValueError(
-            "There is nothing to diagnose yet: take some steps first, with correction=True (Anova: with means)."
-        )
+        needed = "means other than 0" if "means" in optimizer.defaults else "correction=True"
+        raise ValueError(f"There is nothing to diagnose yet: take some steps first, with {needed}.")
     energy, by_chance, entries = (sum(column) for column in zip(*totals.values(), strict=True))
     return Diagnosis(
         share=energy / entries,
