@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from blockmean._linalg import INERTIA, orthonormalized
+from blockmean import _linalg
+from blockmean._linalg import INERTIA
+
+
+def orthonormalized(Y, V, otherwise):
+    return _linalg.orthonormalized([Y], [V], [otherwise])[0]
 
 
 def random(n, k, seed=1, batch=()):

@@ -251,16 +251,16 @@ class Anova(BaseOptimizer):
         for step in steps:
             self._apply_adamw(step)
         batches = [batch for step in steps for batch in step.work[1]]
-        if starting := [batch for batch in batches if batch.matrices.numbers.age == 1]:
-            self._start(starting)
+        starting = [batch for batch in batches if batch.matrices.numbers.age == 1]
+        batches = [*starting, *(batch for batch in batches if batch.matrices.numbers.age > 1)]
+        self._start(starting)
         found = [sketch(b.matrices.G, b.matrices.means.U, b.matrices.means.V, b.products) for b in batches]
         reducer(batches)(sums_of(found))
         for batch, sketches in zip(batches, found, strict=True):
             update_moments_(batch.matrices, batch.products, sketches)
         if starting:
-            sketches_of = dict(zip(map(id, batches), found, strict=True))
-            columns = zip(*((b.matrices, b.products, sketches_of[id(b)]) for b in starting), strict=True)
-            choose_factor_(*columns, reducer(starting))
+            of_gradients = [b.matrices for b in starting], [b.products for b in starting], found[: len(starting)]
+            choose_factor_(*of_gradients, reducer(starting))
         for batch in batches:
             update_(batch.params, batch.matrices, precondition(batch.matrices, batch.products))
         if due := [batch for batch in batches if batch.matrices.numbers.refreshes]:
@@ -301,6 +301,8 @@ class Anova(BaseOptimizer):
 
     def _start(self, batches: list[Batch]) -> None:
         """Let means start in this step, unless a gradient is zero: nothing can be learned from it."""
+        if not batches:
+            return
         reduce, matrices = reducer(batches), [batch.matrices for batch in batches]
         start_(matrices, reduce)
         products = [project(m.G, m.means.U, m.means.V) for m in matrices]

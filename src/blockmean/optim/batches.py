@@ -12,7 +12,17 @@ from torch import Tensor
 
 from blockmean.optim import sharding
 from blockmean.optim.base import GroupStep, State, arithmetic
-from blockmean.optim.decomposition import Matrices, Means, Numbers, Place, Products, Reduce, Squares, Sums
+from blockmean.optim.decomposition import (
+    PRODUCT_SIDES,
+    Matrices,
+    Means,
+    Numbers,
+    Place,
+    Products,
+    Reduce,
+    Squares,
+    Sums,
+)
 from blockmean.optim.sharding import Sides, Sum, local
 
 NARROW, TALL, MOST = 8, 16, 32
@@ -109,8 +119,10 @@ def _batch(step: GroupStep, indices: list[int], count: int, age: int) -> Batch:
     G = _stack([step.grads[i].reshape(len(step.grads[i]), -1) for i in indices]).to(s["exp_avg"].dtype)
     (V, Y, UM), (U, X, MV, v_E) = (s[name].flatten(2) for name in INPUT_STATE), (s[name] for name in UNIT_STATE)
     v = Squares(s["grand_sq"], s["unit_sq"], s["input_sq"], v_E)
+    beta1, beta2 = group["betas"]
     numbers = Numbers(
-        *group["betas"],
+        beta1,
+        beta2,
         group["mean_beta"],
         float(group["lr"]),
         group["weight_decay"],
@@ -179,5 +191,5 @@ def sharded_sums(step: GroupStep, batches: Sequence[Batch]) -> list[Sum]:
             shapes = (rows, q), (k, math.prod(columns)), (k, q), (rows,), ()
             products = Products(*(torch.zeros(shape, dtype=dtype, device=param.device) for shape in shapes))
         sides = sharding.sides_of(param)
-        sums += [Sum(value, getattr(sides, side)) for value, side in zip(products, Products.sides, strict=True)]
+        sums += [Sum(value, getattr(sides, side)) for value, side in zip(products, PRODUCT_SIDES, strict=True)]
     return sums

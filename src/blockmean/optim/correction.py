@@ -125,7 +125,9 @@ class CorrectedOptimizer(BlockMeanOptimizer):
     def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
         super().check_options(group, ranges=ranges)
         owner, k = type(self).__name__, group["refresh_every"]
-        require(isinstance(group["correction"], bool), "correction", owner, "True or False", group["correction"], TypeError)
+        require(
+            isinstance(group["correction"], bool), "correction", owner, "True or False", group["correction"], TypeError
+        )
         whole = isinstance(k, int) and not isinstance(k, bool)
         require(whole and k >= 1, "refresh_every", owner, "a whole number >= 1", k)
         if ranges:
@@ -165,7 +167,9 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         group, layout, members = work.group, work.layout, work.members
         rule = self.rule(group)
         *first, second = (work.moments(name) for name in self.entry_state)
-        tensors = Tensors(work.params, work.grads, first[0] if first else [], second, work.steps, [m.cut for m in members])
+        tensors = Tensors(
+            work.params, work.grads, first[0] if first else [], second, work.steps, [m.cut for m in members]
+        )
         is_native = [False] * len(members)
         if kernels.is_available() and (group["fused"] or (group["fused"] is None and group["foreach"] is None)):
             for j, (member, param, grad, *moments) in enumerate(
@@ -181,7 +185,11 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             and not (layout.is_shared or layout.sharded)
             and rule.form.keeps_trace
             and rule.cap is None
-            and all(is_native[j] and _is_short(member.cut, work.params[j]) for j, member in enumerate(members) if corrects[j])
+            and all(
+                is_native[j] and _is_short(member.cut, work.params[j])
+                for j, member in enumerate(members)
+                if corrects[j]
+            )
         )
         counts = [member.cut.count for member in members]
         columns = torch.zeros(rows_of(rule), sum(counts), dtype=torch.float64, device=work.device)
@@ -208,7 +216,11 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         plan: Plan = work.plan
         self._last.pop(work.number, None)
         c = kappa = None
-        if not plan.by_block and plan.rule.form.corrects and not work.states.keys().isdisjoint(work.layout.component_of):
+        if (
+            not plan.by_block
+            and plan.rule.form.corrects
+            and not work.states.keys().isdisjoint(work.layout.component_of)
+        ):
             c, kappa = (None if x is None else work.in_order_of_members(x) for x in self._solve(work, plan.rule))
         good = True
         for part in plan.parts:

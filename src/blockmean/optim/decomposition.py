@@ -58,15 +58,13 @@ class Means(NamedTuple):
 
 
 class Products(NamedTuple):
-    """What pass 1 takes from a gradient, and each product's side."""
+    """What pass 1 takes from a gradient."""
 
     GV: Tensor  # (n, O, q)
     UG: Tensor  # (n, k, I)
     K: Tensor  # (n, k, q)
     rows: Tensor  # (n, O), squared lengths
     total: Tensor  # (n,), squared length of all of it
-
-    sides = ("inputs", "units", "both", "inputs", "both")
 
 
 class Sketches(NamedTuple):
@@ -77,7 +75,10 @@ class Sketches(NamedTuple):
     LL: Tensor  # (n, k, k), L Lᵀ
     RR: Tensor  # (n, q), squared lengths of the columns of R
 
-    sides = ("inputs", "units", "inputs", "units")
+
+PRODUCT_SIDES = ("inputs", "units", "both", "inputs", "both")
+SKETCH_SIDES = ("inputs", "units", "inputs", "units")
+"""What these are sums over."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +114,17 @@ class Numbers:
 class Place(NamedTuple):
     """Which rows, or columns, of a matrix a process has."""
 
-    index: Tensor | None = None  # None: all
+    own_index: Tensor | None = None  # None: all
     total: int = 0  # of the whole matrix
 
     def alive(self, x: Tensor) -> Tensor:
         """Which rows of what a process has are not zero, (n, own, …) → (n, all); the rows of others are 0."""
         own = (x != 0).any(-1).to(x.dtype)
-        return own if self.index is None else own.new_zeros(len(x), self.total).index_copy_(1, self.index, own)
+        return own if self.own_index is None else own.new_zeros(len(x), self.total).index_copy_(1, self.own_index, own)
 
     def own(self, x: Tensor) -> Tensor:
         """(n, all, …) → (n, own, …)."""
-        return x if self.index is None else x.index_select(1, self.index)
+        return x if self.own_index is None else x.index_select(1, self.own_index)
 
 
 class Matrices(NamedTuple):
@@ -157,7 +158,7 @@ def sketch(A: Tensor, U: Tensor, V: Tensor, products: Products) -> Sketches:
 def sums_of(found: Sequence[Products] | Sequence[Sketches]) -> Sums:
     """These of every batch, by the side that they are sums over."""
     sums: Sums = {}
-    for i, side in enumerate(found[0].sides if found else ()):
+    for i, side in enumerate(PRODUCT_SIDES if found and isinstance(found[0], Products) else SKETCH_SIDES):
         sums.setdefault(side, []).extend(one[i] for one in found)
     return sums
 
