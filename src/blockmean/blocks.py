@@ -24,6 +24,9 @@ By = str | Callable[[str, Tensor], "str | int | tuple[int, ...] | Tensor"]
 Box = tuple[tuple[int, int], ...]
 """Some entries of a tensor: start and stop along every dim."""
 
+Geometry = tuple[int, int, int]
+"""A tensor as it lies in memory: outer × blocks × inner entries."""
+
 BY = ("tensor", "unit", "kernel", "module", "all", "element")
 
 
@@ -48,14 +51,25 @@ class TensorBlocks:
         """The number of blocks."""
         if self.labels is not None:
             return int(self.labels.max()) + 1
-        return math.prod(self.shape[dim] for dim in self.dims) if math.prod(self.shape) else 0
+        return math.prod(self.shape[dim] for dim in self.dims) if self.entries else 0
+
+    @cached_property
+    def entries(self) -> int:
+        """The number of entries."""
+        return math.prod(self.shape)
 
     @cached_property
     def sizes(self) -> Tensor:
         """Entries of each block, (count,) int64."""
         if self.labels is not None:
             return torch.bincount(self.labels, minlength=self.count)
-        return torch.full((self.count,), math.prod(self.shape) // max(self.count, 1))
+        return torch.full((self.count,), self.entries // max(self.count, 1))
+
+    @cached_property
+    def geometry(self) -> Geometry | None:
+        """(outer, blocks, inner) of a contiguous tensor that is cut like this; None if blocks are not regular in it."""
+        strides = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        return None if self.labels is not None else geometry(self.shape, strides, self.dims)
 
     @cached_property
     def is_contiguous(self) -> bool:
@@ -134,6 +148,30 @@ class TensorBlocks:
             order = self.labels.argsort(stable=True)
             self._by_device[device] = (self.labels.to(device), order.to(device), self.sizes.to(device))
         return self._by_device[device]
+
+
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
+    """The dims of a tensor from the outermost to the innermost, without those of size 1; None if it is not dense."""
+    order = sorted((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: -strides[dim])
+    expected = 1
+    for dim in reversed(order):
+        if strides[dim] != expected:
+            return None
+        expected *= shape[dim]
+    return order
+
+
+def geometry(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> Geometry | None:
+    """(outer, blocks, inner) of a dense tensor as it lies in memory, channels_last included; None if it is not so."""
+    order = memory_order(shape, strides)
+    if order is None:
+        return None
+    own = [dim for dim in dims if shape[dim] > 1]
+    first = order.index(own[0]) if own else 0
+    if order[first : first + len(own)] != own:
+        return None
+    sizes, last = [shape[dim] for dim in order], first + len(own)
+    return math.prod(sizes[:first]), math.prod(sizes[first:last]), math.prod(sizes[last:])
 
 
 def sum_blocks(cuts: Sequence[TensorBlocks], values: Sequence[Tensor]) -> Tensor:

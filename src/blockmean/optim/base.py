@@ -11,6 +11,7 @@ A new optimizer implements `init_state`, `read` and `write`, and checks its opti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -255,18 +256,17 @@ def collect(optimizer: BaseOptimizer, number: int) -> GroupStep | None:
     if not grads and not any(map(sharding.is_distributed, params)):
         return None
     owner = type(optimizer).__name__
-    for i in grads:
-        grad = params[i].grad
-        if grad is not None and grad.layout != torch.strided:
+    for i, grad in grads.items():
+        if grad.layout != torch.strided:
             raise RuntimeError(
                 f"{owner} does not support sparse gradients. {shown_names(group)[i]} has one. Make its layer with "
                 "sparse=False."
             )
-    devices = sorted({str(params[i].device) for i in grads})
+    devices = {params[i].device for i in grads}
     if len(devices) > 1:
         raise RuntimeError(
             f"{owner} processes the parameters of a group together: they must be on one device. "
-            f"Got {' and '.join(devices)}. Put them into separate parameter groups."
+            f"Got {' and '.join(sorted(map(str, devices)))}. Put them into separate parameter groups."
         )
     states = {i: state_of(optimizer, params[i], group) for i in grads}
     return GroupStep(number, group, params, grads, states)
@@ -277,9 +277,8 @@ def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> 
     state: State = optimizer.state.get(param, {})
     if "step" not in state:
         return {**state, **optimizer.init_state(param, group)}
-    dtype = arithmetic(param.dtype)
     kept = state.get("exp_avg", state.get("sum", state.get("momentum_buffer")))  # the largest tensor of any of ours
-    if kept is None or kept.dtype == dtype:
+    if kept is None or kept.dtype == arithmetic(param.dtype):
         return state
     return {
         name: optimizer.adopt(param, name, value) if isinstance(value, Tensor) else value
@@ -287,6 +286,7 @@ def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> 
     }
 
 
+@functools.cache
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
     """The dtype of state and arithmetic: that of the parameter, but at least float32."""
     return torch.promote_types(dtype, torch.float32)
@@ -315,7 +315,7 @@ def describe_nonfinite(step: GroupStep) -> str:
 
 def process_groups(optimizer: Optimizer) -> list[Any]:
     """The process groups over which any parameter is sharded."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = [param for group in optimizer.param_groups for param in group["params"] if sharding.is_distributed(param)]
     return list(dict.fromkeys(one for param in params for one in sharding.sides_of(param).both))
 
 

@@ -39,12 +39,12 @@ class BlockStep:
     group: dict[str, Any]
     layout: Layout
     states: dict[int, State]  # of parameters with a gradient, by index
+    members: list[LocalBlocks]
+    params: list[Tensor]  # what is local of them
+    grads: list[Tensor | None]  # None: only counts in a block that it shares with others
+    own: list[State]  # the state of each
+    steps: list[int]  # this one included
     device: torch.device  # of the sums
-    members: list[LocalBlocks] = field(default_factory=list)
-    params: list[Tensor] = field(default_factory=list)  # what is local of them
-    grads: list[Tensor | None] = field(default_factory=list)  # None: only counts in a block that it shares with others
-    own: list[State] = field(default_factory=list)  # the state of each
-    steps: list[int] = field(default_factory=list)  # this one included
     present: Tensor | None = None  # which blocks take part, (L,); None: all
     in_order: bool = False  # the blocks of all members, concatenated, are those of the group
     sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L)
@@ -160,34 +160,38 @@ class BlockMeanOptimizer(BaseOptimizer):
 
     def _begin(self, step: GroupStep) -> BlockStep:
         """The lists of a step. Also of parameters without a gradient, in blocks where another one has a gradient."""
-        layout = self._layout(step.number, step.params)
-        states = taking_part = step.states
-        if layout.is_shared and len(states) < len(step.params):
-            touched = {layout.starts[i] for i in states if layout.counts[i]}
-            others = [i for i in layout.component_of if i not in states and layout.starts[i] in touched]
-            taking_part = {**states, **{i: state_of(self, step.params[i], step.group) for i in others}}
-        device = float64_device(step.params[0].device)
-        work = BlockStep(step.number, step.group, layout, states, device)
-        for member in layout.local:
-            i = member.tensor
-            state = taking_part.get(i)
-            if state is None:
-                continue
-            grad = step.grads.get(i)
-            work.members.append(member)
-            work.params.append(local(step.params[i]) if member.is_shard else step.params[i])
-            work.grads.append(grad)
-            work.own.append(state)
-            work.steps.append(int(state["step"].item()) + (grad is not None))
-        complete = len(taking_part) == len(step.params) or all(
-            i in taking_part for i, count in enumerate(layout.counts) if count
+        layout, taking_part = self._layout(step.number, step.params), step.states
+        if layout.is_shared and len(taking_part) < len(step.params):
+            touched = {layout.starts[i] for i in taking_part if layout.counts[i]}
+            others = [i for i in layout.component_of if i not in taking_part and layout.starts[i] in touched]
+            taking_part = {**taking_part, **{i: state_of(self, step.params[i], step.group) for i in others}}
+        members = layout.local
+        complete = len(taking_part) == len(step.params)
+        if not complete:
+            members = [member for member in members if member.tensor in taking_part]
+            complete = all(i in taking_part for i, count in enumerate(layout.counts) if count)
+        order = [member.tensor for member in members]
+        params = [step.params[i] for i in order]
+        grads = [step.grads.get(i) for i in order]
+        own = [taking_part[i] for i in order]
+        work = BlockStep(
+            step.number,
+            step.group,
+            layout,
+            step.states,
+            members,
+            params=[local(param) for param in params] if layout.sharded else params,
+            grads=grads,
+            own=own,
+            steps=[int(state["step"].item()) + (g is not None) for state, g in zip(own, grads, strict=True)],
+            device=float64_device(step.params[0].device),
         )
         work.in_order = complete and not layout.is_shared and not layout.sharded
         if not complete:
             present = torch.zeros(layout.num_blocks, dtype=torch.bool, device="cpu")
             for i in taking_part:
                 present[layout.starts[i] : layout.starts[i] + layout.counts[i]] = True
-            work.present = present.to(device, non_blocking=True)
+            work.present = present.to(work.device, non_blocking=True)
         return work
 
     def statistics(

@@ -10,7 +10,6 @@ take exactly the step of the principal submatrix without it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from blockmean.optim import kernels
 from blockmean.optim.base import GroupStep, State, require_state, shown_names
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep
 from blockmean.optim.forms import SMALLEST_LAMBDA, Form, Rule
-from blockmean.optim.kernels import CACHED_ENTRIES, Native, geometry, why_not_native
+from blockmean.optim.kernels import CACHED_ENTRIES, Native, geometry_of, serve_all, why_not_native
 from blockmean.optim.layout import Component
 from blockmean.optim.passes import Foreach, Tensors, rows_of
 from blockmean.optim.sharding import local, reduce
@@ -167,42 +166,44 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         group, layout, members = work.group, work.layout, work.members
         rule = self.rule(group)
         *first, second = (work.moments(name) for name in self.entry_state)
-        tensors = Tensors(
-            work.params, work.grads, first[0] if first else [], second, work.steps, [m.cut for m in members]
-        )
-        is_native = [False] * len(members)
-        if kernels.is_available() and (group["fused"] or (group["fused"] is None and group["foreach"] is None)):
-            for j, (member, param, grad, *moments) in enumerate(
-                zip(members, work.params, work.grads, *first, second, strict=True)
-            ):
-                reason = "has no gradient" if grad is None else why_not_native(param, grad, moments, member.cut)
-                is_native[j] = reason is None
-                if reason and group["fused"] and grad is not None:
-                    raise RuntimeError(self._cannot_serve(group, member.tensor, reason))
-        corrects = [rule.form.corrects and member.tensor in layout.component_of for member in members]
-        by_block = (
-            layout.is_diagonal
-            and not (layout.is_shared or layout.sharded)
-            and rule.form.keeps_trace
-            and rule.cap is None
-            and all(
-                is_native[j] and _is_short(member.cut, work.params[j])
-                for j, member in enumerate(members)
-                if corrects[j]
-            )
-        )
-        counts = [member.cut.count for member in members]
+        cuts = [member.cut for member in members]
+        tensors = Tensors(work.params, work.grads, first[0] if first else [], second, work.steps, cuts)
+        wanted = group["fused"] or (group["fused"] is None and group["foreach"] is None)
+        corrected = layout.num_corrected
+        if members is not layout.local:
+            corrected = sum(member.tensor in layout.component_of for member in members)
+        if not rule.form.corrects:
+            corrected = 0
+        solves = layout.is_diagonal and not layout.is_shared and not layout.sharded
+        solves &= rule.form.keeps_trace and rule.cap is None
+        if wanted and kernels.is_available() and serve_all(tensors):
+            is_native = [True] * len(members)
+            solves &= layout.longest_run <= CACHED_ENTRIES[second[0].dtype]
+        else:
+            is_native = [bool(wanted) and self._is_served(work, tensors, j) for j in range(len(members))]
+            solves &= all(is_native[j] and _is_short(cuts[j], work.params[j]) for j in range(corrected))
+        counts = [cut.count for cut in cuts]
         columns = torch.zeros(rows_of(rule), sum(counts), dtype=torch.float64, device=work.device)
-        parts, start = [], 0
-        for (own_rule, native), run in groupby(range(len(members)), lambda j: (corrects[j], is_native[j])):
-            own = list(run)
-            some = tensors.part(slice(own[0], own[-1] + 1))
-            end = start + sum(counts[own[0] : own[-1] + 1])
-            used = rule if own_rule else rule.plain()
-            passes = Native(used, some, by_block=by_block and own_rule) if native else Foreach(used, some)
-            parts.append(Part(own_rule, slice(start, end), passes))
-            start = end
-        return Plan(rule, parts, by_block, columns)
+        parts, start, begin = [], 0, 0
+        for end in range(1, len(members) + 1):
+            if end < len(members) and end != corrected and is_native[end] == is_native[begin]:
+                continue
+            some, stop, corrects = tensors.part(slice(begin, end)), start + sum(counts[begin:end]), begin < corrected
+            used = rule if corrects else rule.plain()
+            passes = Native(used, some, by_block=solves and corrects) if is_native[begin] else Foreach(used, some)
+            parts.append(Part(corrects, slice(start, stop), passes))
+            begin, start = end, stop
+        return Plan(rule, parts, solves, columns)
+
+    def _is_served(self, work: BlockStep, tensors: Tensors, j: int) -> bool:
+        """Whether C++ takes a tensor; an error if it cannot and has to."""
+        param, grad, first, second, _, cut = (xs[j] if xs else None for xs in tensors)
+        if grad is None or not kernels.is_available():
+            return False
+        reason = why_not_native(param, grad, [x for x in (first, second) if x is not None], cut)
+        if reason and work.group["fused"]:
+            raise RuntimeError(self._cannot_serve(work.group, work.members[j].tensor, reason))
+        return reason is None
 
     def _cannot_serve(self, group: dict[str, Any], i: int, reason: str) -> str:
         return (
@@ -225,12 +226,13 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         good = True
         for part in plan.parts:
             if part.corrects and plan.by_block:
-                pairs = [
-                    own_statistics(work.layout, member.tensor, state)
-                    for member, state in zip(work.members, work.own, strict=True)
-                    if member.tensor in work.layout.component_of
+                owners = zip(work.members, work.own, strict=True)
+                found = [
+                    own_statistics(work.layout, m.tensor, state)
+                    for m, state in owners
+                    if m.tensor in work.layout.component_of
                 ]
-                good = part.passes.solve_and_apply_(pairs, plan.columns[:, part.columns])
+                good = part.passes.solve_and_apply_(*zip(*found, strict=True), plan.columns[:, part.columns])
                 lengths = work.assembled(plan.columns)
                 self._last[work.number] = lengths[2], lengths[3]
             elif part.corrects:
@@ -322,7 +324,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
 
 def _is_short(cut: TensorBlocks, param: Tensor) -> bool:
     """Whether blocks lie in one run each, of two entries or more that stay in the cache."""
-    found = geometry(cut.shape, param.stride(), cut.dims)
+    found = geometry_of(param, cut)
     return found is not None and found[0] == 1 and 1 < found[2] <= CACHED_ENTRIES[kernels.ARITHMETIC[param.dtype]]
 
 

@@ -133,6 +133,20 @@ class Layout:
                 found.append(LocalBlocks(i, cut, slice(start, start + cut.count), box is not None))
         return found
 
+    @cached_property
+    def num_corrected(self) -> int:
+        """How many of `local`, the first ones, belong to a component."""
+        return sum(member.tensor in self.component_of for member in self.local)
+
+    @cached_property
+    def longest_run(self) -> float:
+        """Entries of the longest block, if all blocks of contiguous tensors lie in one run each, else infinity.
+
+        Of single entries it is infinity, too.
+        """
+        found = [member.cut.geometry or (0, 0, 0) for member in self.local[: self.num_corrected]]
+        return max((inner if outer == 1 < inner else float("inf") for outer, _, inner in found), default=0)
+
     def place(self, i: int) -> Tensor:
         """How a tensor is cut, the number of its matrix in the optimizer, and its first row there."""
         number = self.component_of[i]

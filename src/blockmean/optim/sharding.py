@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockmean.blocks import Box
 
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+PLAIN = (Tensor, nn.Parameter)
+
+
 def is_distributed(x: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor. Its module is not imported for those who have none."""
-    return hasattr(x, "device_mesh")
+    return type(x) not in PLAIN and hasattr(x, "device_mesh")
 
 
 def local(x: Tensor) -> Tensor:

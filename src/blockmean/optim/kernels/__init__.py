@@ -8,22 +8,37 @@ checked here: nothing but plain, dense tensors on the CPU goes through.
 from __future__ import annotations
 
 import ctypes
-import functools
-import math
 import os
-import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from blockmean.blocks import TensorBlocks
+from blockmean.blocks import TensorBlocks, geometry, memory_order
 from blockmean.optim.forms import SMALLEST_LAMBDA, Rule
 from blockmean.optim.passes import Tensors, debiased, rate_of
 
-TENSOR = struct.Struct("8q3d")
-"""`struct Tensor` of passes.hpp: param, grad, first, second, outer, blocks, inner, dtype, gain, gain_r, rate."""
+
+class CTensors(ctypes.Structure):
+    """`struct Tensors` of passes.hpp: a column per field."""
+
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        ("param", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+        ("outer", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("inner", ctypes.c_void_p),
+        ("dtype", ctypes.c_void_p),
+        ("gain", ctypes.c_void_p),
+        ("gain_r", ctypes.c_void_p),
+        ("rate", ctypes.c_void_p),
+    )
 
 
 class CRule(ctypes.Structure):
@@ -46,13 +61,9 @@ GRADIENT, SQUARES, PAPER, CONSISTENT, WEIGHTED, CAPPED = range(6)  # `enum Sums`
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # `enum Dtype`
 ARITHMETIC = {dtype: torch.promote_types(dtype, torch.float32) for dtype in DTYPES}
 CACHED_ENTRIES = {torch.float32: 2**14, torch.float64: 2**13}  # CACHED_BYTES
-PLAIN = (Tensor, nn.Parameter)
-WHAT = ("", "has a gradient that ", "has state that ", "has state that ")
+PLAIN = {Tensor, nn.Parameter}
 
 MISSING = "blockmean was installed without its kernels. Install a C++ compiler (gcc or clang), then blockmean again"
-
-Geometry = tuple[int, int, int]
-"""A tensor as the kernels see it: outer × blocks × inner entries."""
 
 
 def load() -> ctypes.CDLL | None:
@@ -61,13 +72,13 @@ def load() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(Path(__file__).with_name("libblockmean.so")))
     except OSError:  # installed without a compiler
         return None
-    if library.blockmean_sizes() != TENSOR.size << 16 | ctypes.sizeof(CRule):
+    if library.blockmean_sizes() != ctypes.sizeof(CTensors) << 16 | ctypes.sizeof(CRule):
         raise ImportError("The kernels of blockmean are those of another version. Install blockmean again.")
-    pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    tensors = (ctypes.c_char_p, count, ctypes.POINTER(CRule))
-    library.blockmean_sums.argtypes = (*tensors, pointer, count, threads)
+    pointer, stride, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    tensors = (ctypes.POINTER(CTensors), ctypes.POINTER(CRule))
+    library.blockmean_sums.argtypes = (*tensors, pointer, stride, threads)
     library.blockmean_apply.argtypes = (*tensors, pointer, pointer, threads)
-    library.blockmean_solve_and_apply.argtypes = (*tensors, ctypes.c_char_p, pointer, count, threads)
+    library.blockmean_solve_and_apply.argtypes = (*tensors, pointer, pointer, pointer, stride, threads)
     library.blockmean_instructions.argtypes = (ctypes.c_char_p,)
     library.blockmean_instructions.restype = ctypes.c_char_p
     wanted = os.environ.get("BLOCKMEAN_INSTRUCTIONS") or None
@@ -97,34 +108,51 @@ def instructions(wanted: str | None = None) -> str | None:
 # -------------------------------------------------------------------- which tensors
 
 
+def serve_all(tensors: Tensors) -> bool:
+    """Whether the kernels serve all of these, contiguous each and of one dtype: a short way to ask of a long list."""
+    params, grads, moments = tensors.params, tensors.grads, [*tensors.first, *tensors.second]
+    every = [*params, *grads, *moments]
+    entries = [cut.entries for cut in tensors.cuts]
+    return (
+        bool(params)
+        and PLAIN.issuperset(map(type, every))
+        and params[0].is_cpu  # then all are, and so are gradients
+        and all(map(attrgetter("is_cpu"), moments))
+        and all(map(Tensor.is_contiguous, every))
+        and set(map(attrgetter("dtype"), [*params, *grads])) == {params[0].dtype}
+        and set(map(attrgetter("dtype"), moments)) == {ARITHMETIC.get(params[0].dtype)}
+        and list(map(Tensor.numel, every)) == entries * (len(every) // len(entries))
+        and not any(map(Tensor.is_neg, grads))
+        and all(map(Tensor.data_ptr, grads))
+        and all(cut.geometry for cut in tensors.cuts)
+    )
+
+
 def why_not_native(param: Tensor, grad: Tensor | None, moments: Sequence[Tensor], cut: TensorBlocks) -> str | None:
     """Why the kernels cannot serve a tensor, to complete a sentence about it; None if they can."""
-    if param.dtype not in ARITHMETIC:
+    if param.dtype not in DTYPES:
         return f"is {str(param.dtype).removeprefix('torch.')}"
-    dtype, shape, is_contiguous = param.dtype, cut.shape, None
-    for what, x in zip(WHAT, (param, grad, *moments), strict=False):
-        if x is None:
-            continue
+    gradients = [] if grad is None else [("has a gradient that", grad, param.dtype)]
+    states = [("has state that", moment, ARITHMETIC[param.dtype]) for moment in moments]
+    for what, x, expected in [("", param, param.dtype), *gradients, *states]:
         if type(x) not in PLAIN:
-            return f"{what}is a {type(x).__name__}"
-        if not x.is_cpu:
-            return f"{what}is on {x.device}"
-        if x.dtype != dtype or x.shape != shape or x.layout != torch.strided:
-            return f"{what}has another dtype, shape or layout"
-        if x.is_neg() or not (x.data_ptr() or cut.count == 0):
-            return f"{what}is not stored as it is"
-        if x is param:
-            is_contiguous = x.is_contiguous()
-        elif not (is_contiguous and x.is_contiguous()) and not same_strides(shape, x.stride(), param.stride()):
-            return f"{what}has other strides"
-        if x is grad:
-            dtype = ARITHMETIC[dtype]
+            found = f"is a {type(x).__name__}"
+        elif not x.is_cpu:
+            found = f"is on {x.device}"
+        elif x.layout != torch.strided or x.dtype != expected or x.shape != cut.shape:
+            found = "has another dtype, shape or layout"
+        elif x.is_neg() or (x.numel() and not x.data_ptr()):
+            found = "is not stored as it is"
+        elif not same_strides(x.shape, x.stride(), param.stride()):
+            found = "has other strides"
+        else:
+            continue
+        return f"{what} {found}".lstrip()
     if cut.labels is not None:
         return "is cut into blocks by labels"
-    if geometry(shape, param.stride(), cut.dims) is not None:
-        return None
-    regular = memory_order(shape, param.stride()) is not None
-    return "has blocks that are not regular in memory" if regular else "has gaps or overlaps in memory"
+    if memory_order(param.shape, param.stride()) is None:
+        return "has gaps or overlaps in memory"
+    return None if geometry_of(param, cut) else "has blocks that are not regular in memory"
 
 
 def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
@@ -132,37 +160,16 @@ def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bo
     return a == b or all(x == y for size, x, y in zip(shape, a, b, strict=True) if size > 1)
 
 
-def memory_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """The dims of a tensor from the outermost to the innermost, without those of size 1; None if it is not dense."""
-    order = sorted((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: -strides[dim])
-    expected = 1
-    for dim in reversed(order):
-        if strides[dim] != expected:
-            return None
-        expected *= shape[dim]
-    return order
-
-
-@functools.lru_cache(4096)
-def geometry(shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int, ...]) -> Geometry | None:
-    """(outer, blocks, inner) of a dense tensor as it lies in memory, channels_last included; None if it is not so."""
-    order = memory_order(shape, strides)
-    if order is None:
-        return None
-    dims = tuple(dim for dim in dims if shape[dim] > 1)
-    first = order.index(dims[0]) if dims else 0
-    if tuple(order[first : first + len(dims)]) != dims:
-        return None
-    sizes = [shape[dim] for dim in order]
-    before, own, after = sizes[:first], sizes[first : first + len(dims)], sizes[first + len(dims) :]
-    return math.prod(before), math.prod(own), math.prod(after)
+def geometry_of(param: Tensor, cut: TensorBlocks) -> tuple[int, int, int] | None:
+    """(outer, blocks, inner) of a parameter as it lies in memory."""
+    return cut.geometry if param.is_contiguous() else geometry(cut.shape, param.stride(), cut.dims)
 
 
 # -------------------------------------------------------------------- both passes
 
 
 class Native:
-    """Both passes over one list of tensors, which `why_not_native` has examined.
+    """Both passes over one list of tensors, which have been examined.
 
     Args:
         by_block: whether pass 2 takes the solve with it, each block for itself; then pass 1 stops at u and Σ g².
@@ -176,28 +183,21 @@ class Native:
             sums = SQUARES if by_block else WEIGHTED if rule.cap is None else CAPPED
         else:
             sums = PAPER if rule.form.takes_raw_sums else CONSISTENT
-        sign = -1.0 if rule.maximize else 1.0
-        adam = rule.betas is not None
-        self._rule = CRule(sums, adam, *betas, rule.eps, rule.weight_decay, sign, rule.floor, SMALLEST_LAMBDA)
-        self._params, self._count = tensors.params, len(tensors.params)
+        decay, sign = rule.weight_decay, -1.0 if rule.maximize else 1.0
+        self._rule = CRule(sums, rule.betas is not None, *betas, rule.eps, decay, sign, rule.floor, SMALLEST_LAMBDA)
+        count = len(tensors.params)
         numbers = {step: (*debiased(rule, step), rate_of(rule, step)) for step in set(tensors.steps)}
-        first = [0] * self._count if rule.betas is None else [m.data_ptr() for m in tensors.first]
-        self._tensors = b"".join(
-            [
-                TENSOR.pack(
-                    param.data_ptr(),
-                    grad.data_ptr(),
-                    m,
-                    r.data_ptr(),
-                    *geometry(cut.shape, param.stride(), cut.dims),
-                    DTYPES[param.dtype],
-                    *numbers[step],
-                )
-                for param, grad, m, r, step, cut in zip(
-                    tensors.params, tensors.grads, first, tensors.second, tensors.steps, tensors.cuts, strict=True
-                )
-            ]
-        )
+        one = [*numbers.values()] * count if len(numbers) == 1 else [numbers[step] for step in tensors.steps]
+        shapes = [geometry_of(param, cut) for param, cut in zip(tensors.params, tensors.cuts, strict=True)]
+        self._params = tensors.params
+        self._columns = [  # alive as long as their addresses
+            *map(pointers, (tensors.params, tensors.grads, tensors.first, tensors.second)),
+            *(array("q", xs) for xs in zip(*shapes, strict=True)),
+            array("q", [DTYPES[param.dtype] for param in tensors.params]),
+            *(array("d", xs) for xs in zip(*one, strict=True)),
+        ]
+        addresses = [column.buffer_info()[0] if column else None for column in self._columns]
+        self._tensors = CTensors(count, *addresses)
 
     def block_sums(self, out: Tensor) -> bool:
         """Pass 1: the rows of passes.py for the blocks of all tensors in order, in float64. Whether they are finite."""
@@ -208,21 +208,26 @@ class Native:
         self._call("apply", None if c is None else c.data_ptr(), None if kappa is None else kappa.data_ptr())
         torch.autograd.graph.increment_version(self._params)  # so that a stale graph is noticed
 
-    def solve_and_apply_(self, statistics: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> bool:
+    def solve_and_apply_(self, U: Sequence[Tensor], energy: Sequence[Tensor], out: Tensor) -> bool:
         """The rest of the sums, the solve and pass 2, block by block, while a block is in the cache.
 
-        `statistics` are U and the energy of every tensor's blocks; `out` is that of pass 1, and gets two more rows.
-        False if a sum is not finite, which moments that somebody has changed can do. The parameters of that block stay.
+        U and the energy are those of every tensor's blocks; `out` is that of pass 1, and gets two more rows. False if a
+        sum is not finite, which moments that somebody has changed can do. The parameters of that block stay.
         """
-        pointers = [x.data_ptr() for pair in statistics for x in pair]
-        good = self._call("solve_and_apply", struct.pack(f"{len(pointers)}q", *pointers), out.data_ptr(), out.stride(0))
+        columns = pointers(U), pointers(energy)
+        good = self._call("solve_and_apply", *(x.buffer_info()[0] for x in columns), out.data_ptr(), out.stride(0))
         torch.autograd.graph.increment_version(self._params)
         return good
 
-    def _call(self, name: str, *arguments: object) -> bool:
+    def _call(self, name: str, *arguments: int | None) -> bool:
         function = getattr(_library, f"blockmean_{name}")
-        rule = ctypes.byref(self._rule)
-        result: int = function(self._tensors, self._count, rule, *arguments, torch.get_num_threads())
+        tensors, rule = ctypes.byref(self._tensors), ctypes.byref(self._rule)
+        result: int = function(tensors, rule, *arguments, torch.get_num_threads())
         if result < 0:
             raise MemoryError("The kernels of blockmean found no memory for their tasks.")
         return bool(result)
+
+
+def pointers(tensors: Iterable[Tensor]) -> array[int]:
+    """Their addresses."""
+    return array("q", map(Tensor.data_ptr, tensors))

@@ -299,7 +299,7 @@ template <class T> struct ByBlock {
         PART ? store(e.param + i, p, n) : store(e.param + i, p);
     }
 
-    static bool run(const Rule& rule, const Task& task, const Statistics& statistics) {
+    static bool run(const Rule& rule, const Task& task, double* U, double* energy) {
         alignas(64) A kept[2 * (CACHED_BYTES / sizeof(A) + W)];
         const Tensor& tensor = *task.tensor;
         E e(rule, tensor);
@@ -308,7 +308,8 @@ template <class T> struct ByBlock {
         const double size = double(tensor.inner);
         bool good = true;
         const int64_t block = task.begin / tensor.inner;
-        double *out = task.out, *U = statistics.U + block, *energy = statistics.energy + block;
+        double* out = task.out;
+        U += block, energy += block;
         for (int64_t i = task.begin; i < task.end; i += tensor.inner, ++out, ++U, ++energy) {
             const int64_t end = i + tensor.inner;
             Total<A> totals[First::R];
@@ -382,12 +383,12 @@ void apply(const Rule& rule, const Task& task, const double* c, const double* ka
     });
 }
 
-bool by_block(const Rule& rule, const Task& task, const Statistics& statistics) {
+bool by_block(const Rule& rule, const Task& task, double* U, double* energy) {
     switch (task.tensor->dtype) {
-        case FLOAT64: return ByBlock<double>::run(rule, task, statistics);
-        case BFLOAT16: return ByBlock<bfloat16>::run(rule, task, statistics);
-        case FLOAT16: return ByBlock<float16>::run(rule, task, statistics);
-        default: return ByBlock<float>::run(rule, task, statistics);
+        case FLOAT64: return ByBlock<double>::run(rule, task, U, energy);
+        case BFLOAT16: return ByBlock<bfloat16>::run(rule, task, U, energy);
+        case FLOAT16: return ByBlock<float16>::run(rule, task, U, energy);
+        default: return ByBlock<float>::run(rule, task, U, energy);
     }
 }
 

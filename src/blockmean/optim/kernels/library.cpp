@@ -59,17 +59,21 @@ std::atomic<const Kernels*> chosen{nullptr};
 struct Call {
     const Kernels& kernels;
     const Rule& rule;
-    const Tensor* tensors;
-    const double *c = nullptr, *kappa = nullptr;  // of all blocks
-    const Statistics* statistics = nullptr;       // of all tensors
+    const double *c = nullptr, *kappa = nullptr;      // of all blocks
+    double *const *U = nullptr, *const *energy = nullptr;  // of all tensors
+    std::vector<Tensor> tensors;
     std::vector<Task> tasks;
     std::vector<double> partial;  // sums over parts of large blocks, (parts, MOST_ROWS)
     int64_t blocks = 0, entries = 0;
     std::atomic<bool> finite{true};
 
-    Call(const Tensor* tensors, int64_t count, const Rule& rule, double* sums, int64_t stride)
-        : kernels(*chosen), rule(rule), tensors(tensors) {
-        for (const Tensor* tensor = tensors; tensor < tensors + count; ++tensor) split(*tensor, sums, stride);
+    Call(const Tensors& all, const Rule& rule, double* sums, int64_t stride) : kernels(*chosen), rule(rule) {
+        tensors.reserve(size_t(all.count));
+        for (int64_t i = 0; i < all.count; ++i) {
+            tensors.push_back({all.param[i], all.grad[i], all.first ? all.first[i] : nullptr, all.second[i], all.outer[i],
+                               all.blocks[i], all.inner[i], Dtype(all.dtype[i]), all.gain[i], all.gain_r[i], all.rate[i]});
+            split(tensors.back(), sums, stride);
+        }
         int64_t parts = 0;
         for (const Task& task : tasks) parts += is_part(task);
         partial.resize(size_t(parts * MOST_ROWS));
@@ -118,7 +122,8 @@ void apply_task(void* context, int64_t number) {
 void solve_task(void* context, int64_t number) {
     Call& call = *static_cast<Call*>(context);
     const Task& task = call.from_the_end(number);
-    if (!call.kernels.by_block(call.rule, task, call.statistics[task.tensor - call.tensors])) call.finite = false;
+    const auto i = task.tensor - call.tensors.data();
+    if (!call.kernels.by_block(call.rule, task, call.U[i], call.energy[i])) call.finite = false;
 }
 
 }  // namespace
@@ -136,13 +141,12 @@ EXPORT const char* blockmean_instructions(const char* wanted) {
 }
 
 // Of the structs here: a library from before they changed is not the one that __init__.py was written for.
-EXPORT int64_t blockmean_sizes() { return int64_t(sizeof(Tensor) << 16 | sizeof(Rule)); }
+EXPORT int64_t blockmean_sizes() { return int64_t(sizeof(Tensors) << 16 | sizeof(Rule)); }
 
 // Pass 1: rule.sums of every block of all tensors, row k at out[k * stride]. Returns whether all of them are finite, and
 // the squares of row 0, which U will hold; NO_MEMORY if there is none for the tasks.
-EXPORT int blockmean_sums(const Tensor* tensors, int64_t count, const Rule* rule, double* out, int64_t stride, int threads)
-try {
-    Call call(tensors, count, *rule, out, stride);
+EXPORT int blockmean_sums(const Tensors* tensors, const Rule* rule, double* out, int64_t stride, int threads) try {
+    Call call(*tensors, *rule, out, stride);
     call.run(sum_task, threads);
     const int rows = ROWS[rule->sums];
     for (const Task& task : call.tasks) {  // in order, whoever computed them
@@ -161,10 +165,9 @@ try {
 }
 
 // Pass 2: update moments and parameters. c and kappa have a number for every block; null stands for c = 0 and κ = 1.
-EXPORT int blockmean_apply(const Tensor* tensors, int64_t count, const Rule* rule, const double* c, const double* kappa,
-                           int threads)
+EXPORT int blockmean_apply(const Tensors* tensors, const Rule* rule, const double* c, const double* kappa, int threads)
 try {
-    Call call(tensors, count, *rule, nullptr, 0);
+    Call call(*tensors, *rule, nullptr, 0);
     call.c = c, call.kappa = kappa;
     call.run(apply_task, threads);
     return true;
@@ -175,11 +178,11 @@ try {
 // Solve and update, each block for itself. `out` has the SQUARES of the same list in rows 0 and 1; rows 2 and 3 become
 // the length of the uncorrected step along what a block shares, and its change. Returns whether all sums are finite;
 // where they are not, parameters stay.
-EXPORT int blockmean_solve_and_apply(const Tensor* tensors, int64_t count, const Rule* rule, const Statistics* statistics,
+EXPORT int blockmean_solve_and_apply(const Tensors* tensors, const Rule* rule, double* const* U, double* const* energy,
                                      double* out, int64_t stride, int threads)
 try {
-    Call call(tensors, count, *rule, out, stride);
-    call.statistics = statistics;
+    Call call(*tensors, *rule, out, stride);
+    call.U = U, call.energy = energy;
     call.run(solve_task, threads);
     return call.finite;
 } catch (const std::bad_alloc&) {

@@ -19,7 +19,19 @@ enum Sums : int64_t {
 constexpr int ROWS[] = {1, 2, 2, 3, 4, 6};
 constexpr int MOST_ROWS = 6;
 
-// A tensor as it lies in memory: outer × blocks × inner entries. `TENSOR` in __init__.py has the same fields.
+// Tensors as they lie in memory, outer × blocks × inner entries each: a column per field, `count` numbers long. `CTensors`
+// in __init__.py has the same fields.
+struct Tensors {
+    int64_t count;
+    char* const* param;
+    char* const* grad;
+    char* const* first;  // null for AdaGrad
+    char* const* second;
+    const int64_t *outer, *blocks, *inner, *dtype;
+    const double *gain, *gain_r, *rate;  // m̂/m, r̂/r, η
+};
+
+// One of them.
 struct Tensor {
     char* param;
     const char* grad;
@@ -27,7 +39,7 @@ struct Tensor {
     char* second;
     int64_t outer, blocks, inner;
     Dtype dtype;
-    double gain, gain_r, rate;  // m̂/m, r̂/r, η
+    double gain, gain_r, rate;
 };
 
 // `CRule` in __init__.py has the same fields.
@@ -35,11 +47,6 @@ struct Rule {
     Sums sums;
     int64_t adam;
     double beta1, beta2, eps, weight_decay, sign, floor, smallest_lambda;
-};
-
-// What `by_block` keeps about the blocks of a tensor.
-struct Statistics {
-    double *U, *energy;
 };
 
 // Some blocks of a tensor, or a part of a single large block: entries begin to end of every row of blocks × inner.
@@ -58,9 +65,9 @@ struct Kernels {
     void (*sums)(const Rule&, const Task&);
     // Update moments and parameters. c and kappa start with the tensor's own first block; null for c = 0 and κ = 1.
     void (*apply)(const Rule&, const Task&, const double* c, const double* kappa);
-    // For Adam, and blocks of two entries or more in one run of at most CACHED_BYTES. False if the sums of a block are not
+    // U and energy are those of the tensor. For Adam, and blocks of two entries or more in one run of at most CACHED_BYTES. False if the sums of a block are not
     // finite: its parameters stay.
-    bool (*by_block)(const Rule&, const Task&, const Statistics&);
+    bool (*by_block)(const Rule&, const Task&, double* U, double* energy);
 };
 
 extern const Kernels kernels_plain;
