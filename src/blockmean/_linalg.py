@@ -237,43 +237,49 @@ CLOSEST = 1e-5
 def orthonormalized(
     sketches: Sequence[Tensor],
     columns: Sequence[Tensor],
-    otherwise: Sequence[Tensor],
     reduce: Callable[[list[Tensor]], None] = lambda sums: None,
 ) -> list[Tensor]:
     """Orthonormal columns that span what those of each sketch span, one by one: Cholesky-QR in float64, twice.
 
     A little of `columns`, those so far, is added to the sketch; columns of a sketch that are noise beside its longest
-    one count as zero. A column that is zero in both stays zero. Where columns are nearly parallel, `otherwise` is
+    one count as zero. A column that is zero in both stays zero. Where columns are nearly parallel, those so far are
     returned. All are batches of tall matrices, (…, n, k). Where others have some of the rows, `reduce` completes sums
     over rows in place.
     """
     both = [torch.cat([in_float64(Y), in_float64(V)], -1) for Y, V in zip(sketches, columns, strict=True)]
     grams = [x.mT @ x for x in both]
     reduce(grams)
-    good: list[Tensor] = []
-    Z: list[Tensor] = []
-    for i, (x, gram) in enumerate(zip(both, grams, strict=True)):
-        k = x.shape[-1] // 2
-        length = gram.diagonal(dim1=-2, dim2=-1)[..., :k].sqrt()
-        # What is noise beside the longest column must not decide where a column points.
-        signal = length > NOISE * length.amax(-1, keepdim=True) if k else length > 0
-        unit = torch.diag_embed(torch.where(signal, 1 / length, 0.0))
-        eye = torch.eye(k, dtype=x.dtype, device=x.device).expand_as(unit)
-        mixed = torch.cat([unit, INERTIA * eye], -2)  # columns of length 1, and a little of the old ones
-        Z.append(x @ mixed)
-        grams[i] = mixed.mT @ gram @ mixed
-        good.append(torch.ones(x.shape[:-2], dtype=torch.bool, device=x.device))
-    empty = [torch.diag_embed((gram.diagonal(dim1=-2, dim2=-1) == 0).double()) for gram in grams]
-    for again in (True, False):  # the first pass loses as many digits as the square of the condition has
-        for i, gram in enumerate(grams):
-            factor, failed = torch.linalg.cholesky_ex(gram + empty[i])
-            Z[i] = torch.linalg.solve_triangular(factor, Z[i].mT, upper=False).mT
-            close = factor.diagonal(dim1=-2, dim2=-1) <= CLOSEST
-            good[i] = good[i] & ~close.any(-1) & (failed == 0)
-        if again:
-            grams = [z.mT @ z for z in Z]
-            reduce(grams)
+    first = [first_coefficients(gram) for gram in grams]
+    Z = [x @ C for x, (C, _) in zip(both, first, strict=True)]
+    grams = [z.mT @ z for z in Z]
+    reduce(grams)
+    second = [second_coefficients(gram) for gram in grams]
     return [
-        torch.where(fine[..., None, None].to(old.device), z.to(old), old)
-        for fine, z, old in zip(good, Z, otherwise, strict=True)
+        torch.where((good & fine)[..., None, None].to(V.device), (z @ T).to(V), V)
+        for z, V, (_, good), (T, fine) in zip(Z, columns, first, second, strict=True)
     ]
+
+
+def first_coefficients(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """C, (…, 2k, k), for which the columns of [Y, V] C are nearly orthonormal, and whether to trust it, (…).
+
+    From the products of all columns of [Y, V], (…, 2k, 2k). Loses as many digits as the square of the condition has.
+    """
+    k = gram.shape[-1] // 2
+    length = gram.diagonal(dim1=-2, dim2=-1)[..., :k].sqrt()
+    # What is noise beside the longest column must not decide where a column points.
+    signal = length > NOISE * length.amax(-1, keepdim=True) if k else length > 0
+    unit = torch.diag_embed(torch.where(signal, 1 / length, 0.0))
+    eye = torch.eye(k, dtype=gram.dtype, device=gram.device).expand_as(unit)
+    mixed = torch.cat([unit, INERTIA * eye], -2)  # columns of length 1, and a little of the old ones
+    T, good = second_coefficients(mixed.mT @ gram @ mixed)
+    return mixed @ T, good
+
+
+def second_coefficients(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """T, (…, k, k), for which the columns of Z T are orthonormal, or zero, and whether to trust it, from Zᵀ Z."""
+    empty = torch.diag_embed((gram.diagonal(dim1=-2, dim2=-1) == 0).to(gram.dtype))
+    factor, failed = torch.linalg.cholesky_ex(gram + empty)
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
+    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
+    return inverse.mT, (failed == 0) & (factor.diagonal(dim1=-2, dim2=-1) > CLOSEST).all(-1)

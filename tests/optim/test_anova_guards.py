@@ -68,7 +68,7 @@ def test_a_step_inside_autocast_is_the_same_step(dtype, means):
 def test_weights_stay_orthonormal_when_units_wake_up_late():
     for seed in range(40, 60):  # 46 had .7
         generator, param = torch.Generator().manual_seed(seed), nn.Parameter(torch.zeros(4, 13))
-        optimizer = Anova([param], lr=1.0, weight_decay=0)
+        optimizer = Anova([param], lr=1.0, weight_decay=0, means=4)
         for t in range(12):
             gradient = torch.randn(4, 13, generator=generator)
             if t < 2:

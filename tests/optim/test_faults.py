@@ -4,12 +4,12 @@ import warnings
 
 import pytest
 import torch
+from blockmean.optim.native import solver
 from torch import nn
 
 from blockmean import AdaGradBMA
 from blockmean.optim.adagrad import VARIANTS
 from blockmean.optim.forms import FORMS
-from blockmean.optim.native import solver
 from support.optimizers import (
     Net,
     assert_same,

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from blockmean.optim.native import solver
 from torch import nn
 
 from blockmean import AdaGradBMA, AdaGradFull, AdamBMA
@@ -14,7 +15,6 @@ from blockmean._linalg import inverse_root_minus_identity, times_inverse_root_mi
 from blockmean.blocks import TensorBlocks
 from blockmean.optim import correction, native, passes
 from blockmean.optim.forms import FORMS, Rule
-from blockmean.optim.native import solver
 from support.optimizers import Net, assert_same, params_of, set_gradients, snapshot, stripes, train
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the kernels were not built")

@@ -9,6 +9,7 @@ import torch
 
 from blockmean import AdamBMA, Anova
 from blockmean.optim import sharding
+from blockmean.optim.base import process_groups
 from support import sharded
 
 pytestmark = pytest.mark.slow
@@ -81,14 +82,14 @@ def test_a_step_takes_one_small_collective(two):
 
 def test_anova_takes_two_collectives_and_five_where_means_turn(two):
     found = two.run(sharded.collectives, ("Anova", {"means": (2, 1), "refresh_every": 4}), "rows", 9, torch.float32)
-    inputs, matrices, with_means = 7 + 12 + 5, 4, 3
+    units, inputs, matrices, with_means = 5 + 4 + 3, 7 + 12 + 5, 4, 3
     for steps in found:
         for t, calls in enumerate(steps[1:], 2):
             assert len(calls) == (5 if t % 4 == 0 else 2), t
-            # Uᵀ G and Uᵀ G V; the length of every gradient, whether there is one, and five flags.
-            assert calls[0] == (2 * inputs + 2 * with_means + 2 * (matrices + 1) + 5, 4)
-            # Uᵀ E' and Y; Uᵀ R' and Uᵀ E' V; how many entries of U are alive.
-            assert calls[1] == (3 * inputs + (4 + 2 * (t % 4 == 0)) * with_means, 4)
+            # Uᵀ G, Uᵀ G V and the length of every matrix; whether there is a gradient, and five flags.
+            assert calls[0] == (2 * inputs + 3 * with_means + matrices + 1 + 5, 4)
+            # Y and the squares of R; before a turn, which rows, columns and columns of U are not zero.
+            assert calls[1] == (inputs + with_means + (units + inputs + 2 * with_means) * (t % 4 == 0), 4)
 
 
 @pytest.mark.parametrize(("case", "calls"), [(CASES[0], [1]), (("Anova", {"means": 2}), [2, 5])], ids=str)
@@ -328,9 +329,9 @@ def test_native_kernels_take_local_shards(two):
         assert_exact(two.run(sharded.compare, [case], ["rows", "columns"], 5), case)
 
 
-def test_requests_without_groups_stay_as_they_are():
+def test_sums_over_no_groups_stay_as_they_are():
     x = torch.ones(3)
-    sharding.add_up([sharding.Request(x, ())], torch.float64)
+    sharding.reduce([sharding.Sum(x, ())], torch.float64)
     assert torch.equal(x, torch.ones(3))
 
 
@@ -338,4 +339,4 @@ def test_requests_without_groups_stay_as_they_are():
 def test_plain_parameters_have_no_sides(cls):
     param = torch.nn.Parameter(torch.ones(3, 4))
     assert sharding.sides_of(param) == sharding.WHOLE and sharding.box_of(param) is None
-    assert not cls([param])._is_sharded
+    assert process_groups(cls([param])) == []

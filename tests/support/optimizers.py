@@ -322,7 +322,7 @@ def params_of(model):
 def snapshot(optimizer):
     """A copy of everything that a step may change: parameters, state, options, counters."""
     params = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
-    counters = (optimizer.skipped_steps, optimizer.diagonal_fallbacks)
+    counters = (optimizer.skipped_steps, getattr(optimizer, "diagonal_fallbacks", 0))
     return {"params": params, **copy.deepcopy(optimizer.state_dict()), "counters": counters}
 
 

@@ -381,11 +381,11 @@ class DenseAnova:
         K, R, L, E = self.split(A)
         return [self.U.T @ K @ self.V, R @ self.V, self.U.T @ L, E]
 
-    @staticmethod
-    def mean_squares(parts):
-        """Of every block: entries of K, columns of R, rows of L and of E."""
-        K, R, L, E = (part**2 for part in parts)
-        return [K, R.mean(0, keepdims=True), L.mean(1, keepdims=True), E.mean(1, keepdims=True)]
+    def mean_squares(self, A):
+        """Of every block: entries of K, columns of R, rows of L and of E, the last at least a share of its row."""
+        K, R, L, E = (part**2 for part in self.coordinates(A))
+        rows = np.maximum(E.mean(1, keepdims=True), 2.0**-18 * (A**2).mean(1, keepdims=True))
+        return [K, R.mean(0, keepdims=True), L.mean(1, keepdims=True), rows]
 
     def roots(self):
         decays = (self.mean_beta, self.mean_beta, self.mean_beta, self.betas[1])
@@ -393,7 +393,10 @@ class DenseAnova:
 
     def factor(self, A):
         """What one second moment promises to gain along A, over what the second moments of blocks do."""
-        ours = sum((part**2 / root).sum() for part, root in zip(self.coordinates(A), self.roots(), strict=True))
+        *means, rest = zip(self.coordinates(A), self.roots(), strict=True)
+        ours = sum((part**2 / root).sum() for part, root in means)
+        signal = (rest[0] ** 2).sum(1) - 2.0**-18 * (A**2).sum(1)
+        ours += (np.maximum(signal, 0) / rest[1][:, 0]).sum()
         sigma = np.sqrt(self.variance / (1 - self.betas[1] ** self.t))
         return np.clip((A**2).sum() / sigma / ours, 0.7, 5.0)
 
@@ -409,7 +412,7 @@ class DenseAnova:
         decays = (self.mean_beta, self.mean_beta, self.mean_beta, beta2)
         self.m = beta1 * self.m + (1 - beta1) * G
         average = self.m / (1 - beta1**self.t)
-        for i, (square, beta) in enumerate(zip(self.mean_squares(self.coordinates(G)), decays, strict=True)):
+        for i, (square, beta) in enumerate(zip(self.mean_squares(G), decays, strict=True)):
             self.v[i] = beta * self.v[i] + (1 - beta) * square
         self.variance = beta2 * self.variance + (1 - beta2) * (G**2).mean()
         if self.t == 1:
@@ -432,7 +435,7 @@ class DenseAnova:
             self.v[1] = self.v[1] @ turn_V
             self.v[2] = turn_U.T @ self.v[2]
             self.X, self.Y = self.U @ self.U.T @ self.X, self.V @ self.V.T @ self.Y
-            for i, (square, beta) in enumerate(zip(self.mean_squares(self.coordinates(average)), decays, strict=True)):
+            for i, (square, beta) in enumerate(zip(self.mean_squares(average), decays, strict=True)):
                 w = np.array([(1 - beta1) * beta1**j for j in range(self.t)]) / (1 - beta1**self.t)
                 u = np.array([(1 - beta) * beta**j for j in range(self.t)]) / (1 - beta**self.t)
                 bound = (w**2 / u).sum()  # (Σ w g)² ≤ (Σ w²/u) (Σ u g²)

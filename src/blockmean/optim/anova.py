@@ -53,10 +53,20 @@ from blockmean.optim.base import (
     require_state,
     shown_names,
 )
-from blockmean.optim.batches import MEANS, Batch, batches_of, mean_state, means_of, reducer, sharded_dims, sharded_sums
+from blockmean.optim.batches import (
+    MEANS,
+    Batch,
+    batches_of,
+    mean_state,
+    means_of,
+    over_processes,
+    reducer,
+    sharded_dims,
+    sharded_sums,
+)
 from blockmean.optim.decomposition import (
-    adopt_average_,
-    choose_factor_,
+    bound_,
+    first_factor_,
     precondition,
     project,
     refresh_,
@@ -65,6 +75,7 @@ from blockmean.optim.decomposition import (
     sums_of,
     update_,
     update_moments_,
+    waking,
 )
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
 from blockmean.optim.sharding import Sum, local
@@ -251,20 +262,22 @@ class Anova(BaseOptimizer):
         for step in steps:
             self._apply_adamw(step)
         batches = [batch for step in steps for batch in step.work[1]]
-        if starting := [batch for batch in batches if batch.matrices.numbers.age == 1]:
-            self._start(starting)
+        starting = [batch for batch in batches if batch.matrices.numbers.age == 1]
+        batches = [*starting, *(batch for batch in batches if batch.matrices.numbers.age > 1)]
+        self._start(starting)
+        due = [batch for batch in batches if batch.matrices.numbers.refreshes]
         found = [sketch(b.matrices.G, b.matrices.means.U, b.matrices.means.V, b.products) for b in batches]
-        reducer(batches)(sums_of(found))
+        awake = [waking(batch.matrices) for batch in due]
+        sharding.reduce(over_processes(batches, sums_of(found)) + over_processes(due, sums_of(awake)))
         for batch, sketches in zip(batches, found, strict=True):
             update_moments_(batch.matrices, batch.products, sketches)
         if starting:
-            sketches_of = dict(zip(map(id, batches), found, strict=True))
-            columns = zip(*((b.matrices, b.products, sketches_of[id(b)]) for b in starting), strict=True)
-            choose_factor_(*columns, reducer(starting))
+            of_gradients = [b.matrices for b in starting], [b.products for b in starting], found[: len(starting)]
+            first_factor_(*of_gradients, reducer(starting))
         for batch in batches:
             update_(batch.params, batch.matrices, precondition(batch.matrices, batch.products))
-        if due := [batch for batch in batches if batch.matrices.numbers.refreshes]:
-            refresh_([batch.matrices for batch in due], reducer(due))
+        if due:
+            refresh_([batch.matrices for batch in due], awake, reducer(due))
         for batch in batches:
             batch.store()
 
@@ -301,6 +314,8 @@ class Anova(BaseOptimizer):
 
     def _start(self, batches: list[Batch]) -> None:
         """Let means start in this step, unless a gradient is zero: nothing can be learned from it."""
+        if not batches:
+            return
         reduce, matrices = reducer(batches), [batch.matrices for batch in batches]
         start_(matrices, reduce)
         products = [project(m.G, m.means.U, m.means.V) for m in matrices]
@@ -319,7 +334,12 @@ class Anova(BaseOptimizer):
                 if length == 0:
                     state["means_start_step"].fill_(batch.matrices.numbers.step)
         if any(m.numbers.step > 1 for m in matrices):
-            adopt_average_(matrices, products[len(batches) :], reduce)
+            of_averages = products[len(batches) :]
+            for m, (MV, UM, K, *_) in zip(matrices, of_averages, strict=True):
+                m.means.MV.copy_(MV)
+                m.means.UM.copy_(UM)
+                m.means.K.copy_(K)
+            bound_(matrices, of_averages, reduce)
 
     @torch.no_grad()
     def block_statistics(self) -> list[MeanStatistics]:

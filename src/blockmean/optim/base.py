@@ -310,7 +310,7 @@ def describe_nonfinite(step: GroupStep) -> str:
             found = f"The {what} has {nan} NaN and {inf} infinite of {tensor.numel()} entries"
             break
     else:
-        found = "Sums of squares overflow, though every gradient of this process is finite"
+        found = "The gradients here are finite, but sums over them overflow, or one on another process is not finite"
     return f"{found}. Nothing was changed. nonfinite='skip' skips such steps and counts them."
 
 

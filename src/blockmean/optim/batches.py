@@ -12,7 +12,17 @@ from torch import Tensor
 
 from blockmean.optim import sharding
 from blockmean.optim.base import GroupStep, State, arithmetic
-from blockmean.optim.decomposition import Matrices, Means, Numbers, Place, Products, Reduce, Squares, Sums
+from blockmean.optim.decomposition import (
+    SIDES,
+    Matrices,
+    Means,
+    Numbers,
+    Place,
+    Products,
+    Reduce,
+    Squares,
+    Sums,
+)
 from blockmean.optim.sharding import Sides, Sum, local
 
 NARROW, TALL, MOST = 8, 16, 32
@@ -106,11 +116,14 @@ def _batch(step: GroupStep, indices: list[int], count: int, age: int) -> Batch:
     group, first = step.group, step.params[indices[0]]
     states = [step.states[i] for i in indices]
     s = {name: _stack([local(state[name]) for state in states]) for name in ("exp_avg", *MEANS)}
-    G = _stack([step.grads[i].reshape(len(step.grads[i]), -1) for i in indices]).to(s["exp_avg"].dtype)
+    grads = [step.grads[i] for i in indices]
+    G = _stack([grad.reshape(len(grad), grad.shape[1:].numel()) for grad in grads]).to(s["exp_avg"].dtype)
     (V, Y, UM), (U, X, MV, v_E) = (s[name].flatten(2) for name in INPUT_STATE), (s[name] for name in UNIT_STATE)
     v = Squares(s["grand_sq"], s["unit_sq"], s["input_sq"], v_E)
+    beta1, beta2 = group["betas"]
     numbers = Numbers(
-        *group["betas"],
+        beta1,
+        beta2,
         group["mean_beta"],
         float(group["lr"]),
         group["weight_decay"],
@@ -150,17 +163,16 @@ def places_of(param: Tensor) -> tuple[Place, Place]:
 
 def reducer(batches: Sequence[Batch]) -> Reduce:
     """The callable that completes sums over the processes that share these matrices."""
+    return lambda sums: sharding.reduce(over_processes(batches, sums))
 
-    def reduce(sums: Sums) -> None:
-        sharding.reduce(
-            [
-                Sum(value, getattr(batches[i % len(batches)].sides, side))
-                for side, values in sums.items()
-                for i, value in enumerate(values)
-            ]
-        )
 
-    return reduce
+def over_processes(batches: Sequence[Batch], sums: Sums) -> list[Sum]:
+    """Sums with the process groups that they are taken over."""
+    return [
+        Sum(value, getattr(batches[i % len(batches)].sides, side))
+        for side, values in sums.items()
+        for i, value in enumerate(values)
+    ]
 
 
 def sharded_sums(step: GroupStep, batches: Sequence[Batch]) -> list[Sum]:
@@ -179,5 +191,5 @@ def sharded_sums(step: GroupStep, batches: Sequence[Batch]) -> list[Sum]:
             shapes = (rows, q), (k, math.prod(columns)), (k, q), (rows,), ()
             products = Products(*(torch.zeros(shape, dtype=dtype, device=param.device) for shape in shapes))
         sides = sharding.sides_of(param)
-        sums += [Sum(value, getattr(sides, side)) for value, side in zip(products, Products.sides, strict=True)]
+        sums += [Sum(value, getattr(sides, side)) for value, side in zip(products, SIDES[Products], strict=True)]
     return sums

@@ -343,9 +343,7 @@ _FROM_BEFORE = (
 )
 
 
-def make_layout(
-    optimizer: BlockMeanOptimizer, number: int, by: By, outputs: Sequence[int | Tensor]
-) -> Layout:
+def make_layout(optimizer: BlockMeanOptimizer, number: int, by: By, outputs: Sequence[int | Tensor]) -> Layout:
     """The blocks of a group, which gets their fingerprint."""
     group, owner = optimizer.param_groups[number], type(optimizer).__name__
     if by == "custom":

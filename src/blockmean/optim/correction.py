@@ -124,7 +124,9 @@ class CorrectedOptimizer(BlockMeanOptimizer):
     def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
         super().check_options(group, ranges=ranges)
         owner, k = type(self).__name__, group["refresh_every"]
-        require(isinstance(group["correction"], bool), "correction", owner, "True or False", group["correction"], TypeError)
+        require(
+            isinstance(group["correction"], bool), "correction", owner, "True or False", group["correction"], TypeError
+        )
         whole = isinstance(k, int) and not isinstance(k, bool)
         require(whole and k >= 1, "refresh_every", owner, "a whole number >= 1", k)
         if ranges:
@@ -215,13 +217,21 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         plan: Plan = work.plan
         self._last.pop(work.number, None)
         c = kappa = None
-        if not plan.by_block and plan.rule.form.corrects and not work.states.keys().isdisjoint(work.layout.component_of):
+        if (
+            not plan.by_block
+            and plan.rule.form.corrects
+            and not work.states.keys().isdisjoint(work.layout.component_of)
+        ):
             c, kappa = (None if x is None else work.in_order_of_members(x) for x in self._solve(work, plan.rule))
         good = True
         for part in plan.parts:
             if part.corrects and plan.by_block:
                 owners = zip(work.members, work.own, strict=True)
-                found = [own_statistics(work.layout, m.tensor, state) for m, state in owners if m.tensor in work.layout.component_of]
+                found = [
+                    own_statistics(work.layout, m.tensor, state)
+                    for m, state in owners
+                    if m.tensor in work.layout.component_of
+                ]
                 good = part.passes.solve_and_apply_(*zip(*found, strict=True), plan.columns[:, part.columns])
                 lengths = work.assembled(plan.columns)
                 self._last[work.number] = lengths[2], lengths[3]

@@ -16,10 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockmean._linalg import NOISE, in_float64, orthonormalized
+from blockmean._linalg import NOISE, first_coefficients, in_float64, orthonormalized, second_coefficients
 
 FORGET = 0.95
 """ρ: decay of the averages that U and V follow."""
+
+LEAST = 2.0**-18
+"""Share of a row's square that its remainder has at least: 32 rounding errors of float32."""
 
 FACTORS = (0.7, 5.0)
 """The range of c, which lifts no learning rate above `LIFT`."""
@@ -58,7 +61,7 @@ class Means(NamedTuple):
 
 
 class Products(NamedTuple):
-    """What pass 1 takes from a gradient, and each product's side."""
+    """What pass 1 takes from a gradient."""
 
     GV: Tensor  # (n, O, q)
     UG: Tensor  # (n, k, I)
@@ -66,18 +69,31 @@ class Products(NamedTuple):
     rows: Tensor  # (n, O), squared lengths
     total: Tensor  # (n,), squared length of all of it
 
-    sides = ("inputs", "units", "both", "inputs", "both")
-
 
 class Sketches(NamedTuple):
     """What needs complete products: sketches of a matrix, and squares of its means."""
 
     X: Tensor  # (n, O, k), G (Uᵀ G)ᵀ
-    Y: Tensor  # (n, I, q), Gᵀ (G V)
     LL: Tensor  # (n, k, k), L Lᵀ
     RR: Tensor  # (n, q), squared lengths of the columns of R
+    Y: Tensor  # (n, I, q), Gᵀ (G V)
 
-    sides = ("inputs", "units", "inputs", "units")
+
+class Waking(NamedTuple):
+    """Which rows and columns of M are not zero, and which columns of U and V."""
+
+    rows: Tensor  # (n, O), of the whole matrix
+    columns: Tensor  # (n, I), of the whole matrix
+    of_U: Tensor  # (n, 1, k)
+    of_V: Tensor  # (n, 1, q)
+
+
+SIDES = {
+    Products: ("inputs", "units", "both", "inputs", "both"),
+    Sketches: ("inputs", "inputs", "units", "units"),
+    Waking: ("both", "both", "units", "inputs"),
+}
+"""What each of these is a sum over."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +129,17 @@ class Numbers:
 class Place(NamedTuple):
     """Which rows, or columns, of a matrix a process has."""
 
-    index: Tensor | None = None  # None: all
+    own_index: Tensor | None = None  # None: all
     total: int = 0  # of the whole matrix
 
     def alive(self, x: Tensor) -> Tensor:
         """Which rows of what a process has are not zero, (n, own, …) → (n, all); the rows of others are 0."""
         own = (x != 0).any(-1).to(x.dtype)
-        return own if self.index is None else own.new_zeros(len(x), self.total).index_copy_(1, self.index, own)
+        return own if self.own_index is None else own.new_zeros(len(x), self.total).index_copy_(1, self.own_index, own)
 
     def own(self, x: Tensor) -> Tensor:
         """(n, all, …) → (n, own, …)."""
-        return x if self.index is None else x.index_select(1, self.index)
+        return x if self.own_index is None else x.index_select(1, self.own_index)
 
 
 class Matrices(NamedTuple):
@@ -147,18 +163,19 @@ def project(A: Tensor, U: Tensor, V: Tensor) -> Products:
     return Products(AV, UA, U.mT @ AV, rows, rows.sum(-1))
 
 
-def sketch(A: Tensor, U: Tensor, V: Tensor, products: Products) -> Sketches:
+def sketch(A: Tensor, U: Tensor, V: Tensor, products: Products, with_Y: bool = True) -> Sketches:
     """Second products of a matrix, for complete first ones."""
     AV, UA, K, *_ = products
     L = UA - K @ V.mT
-    return Sketches(A @ UA.mT, A.mT @ AV, L @ L.mT, (AV - U @ K).square().sum(-2))
+    Y = A.mT @ AV if with_Y else A.new_zeros(0)
+    return Sketches(A @ UA.mT, L @ L.mT, (AV - U @ K).square().sum(-2), Y)
 
 
-def sums_of(found: Sequence[Products] | Sequence[Sketches]) -> Sums:
+def sums_of(found: Sequence[Products] | Sequence[Sketches] | Sequence[Waking]) -> Sums:
     """These of every batch, by the side that they are sums over."""
-    sums: Sums = {}
-    for i, side in enumerate(found[0].sides if found else ()):
-        sums.setdefault(side, []).extend(one[i] for one in found)
+    sums: Sums = {"units": [], "inputs": [], "both": []}
+    for i, side in enumerate(SIDES[type(found[0])] if found else ()):
+        sums[side].extend(one[i] for one in found)
     return sums
 
 
@@ -170,14 +187,19 @@ def mean_squares(U: Tensor, products: Products, found: Sketches, shape: tuple[in
 
         ‖E_i‖² = ‖G_i‖² − ‖(GV)_i‖² − 2 U_i·(G Lᵀ)_i + ‖U_i L‖²,     G Lᵀ = X − G V Kᵀ
 
-    but at least the rounding error of that: a remainder that is small must not count as none, or it would take a step
-    that is far too long.
+    but at least `LEAST` of ‖G_i‖²: the difference cancels, and what is taken for no remainder would take a step that is
+    far too long.
     """
     (units, inputs), GV, K = shape, products.GV, products.K
     GL = found.X - GV @ K.mT
     rows = products.rows - GV.square().sum(-1) - 2 * (U * GL).sum(-1) + ((U @ found.LL) * U).sum(-1)
-    rows = rows.maximum(8 * torch.finfo(rows.dtype).eps * products.rows)
+    rows = rows.maximum(least_rows(products))
     return Squares(K.square(), found.RR / units, found.LL.diagonal(dim1=-2, dim2=-1) / inputs, rows / inputs)
+
+
+def least_rows(products: Products) -> Tensor:
+    """The least that ‖E_i‖² counts as, (n, O)."""
+    return LEAST * products.rows
 
 
 def update_moments_(matrices: Matrices, products: Products, found: Sketches) -> None:
@@ -239,7 +261,7 @@ def update_(params: Sequence[Tensor], matrices: Matrices, direction: tuple[Tenso
 def start_(batches: Sequence[Matrices], reduce: Reduce) -> None:
     """U and V become cosines, the first of which is the plain mean, and take two iterations on the first gradient."""
     count, sides = len(batches), _sides([(b.G, b.G.mT) for b in batches])
-    alive = _alive(batches, [b.G for b in batches])
+    alive = _sides([(rows.alive(G), columns.alive(G.mT)) for G, _, _, _, (rows, columns), _ in batches])
     reduce({"both": alive})
     bases = _cosines(batches, alive)
     for _ in range(2):
@@ -247,80 +269,123 @@ def start_(batches: Sequence[Matrices], reduce: Reduce) -> None:
         reduce(_by_side(thin))
         found = [A @ x for A, x in zip(sides, thin, strict=True)]
         reduce(_by_side(found[count:] + found[:count]))
-        bases = orthonormalized(found, bases, bases, lambda sums: reduce(_by_side(sums)))
+        bases = orthonormalized(found, bases, lambda sums: reduce(_by_side(sums)))
     for b, U, V in zip(batches, bases[:count], bases[count:], strict=True):
         b.means.U.copy_(U)
         b.means.V.copy_(V)
 
 
-def refresh_(batches: Sequence[Matrices], reduce: Reduce) -> None:
+def waking(b: Matrices) -> Waking:
+    """What a refresh has to know of all rows and columns."""
+    seen = b.M.abs() + b.G.abs()
+    counts = [(W != 0).sum(-2, keepdim=True).to(W.dtype) for W in b.means[:2]]
+    return Waking(b.places[0].alive(seen), b.places[1].alive(seen.mT), counts[0], counts[1])
+
+
+def refresh_(batches: Sequence[Matrices], awake: Sequence[Waking], reduce: Reduce) -> None:
     """U and V turn to what they follow; M is projected anew, and second moments follow the rotation roughly."""
     count, means = len(batches), [b.means for b in batches]
     sketches, bases = _sides([(m.X, m.Y) for m in means]), _sides([(m.U, m.V) for m in means])
-    lengths, alive = [W.square().sum(-2, keepdim=True) for W in bases], _alive(batches, [b.M for b in batches])
-    reduce({"both": alive, **_by_side(lengths)})
+    filled = _sides([(a.of_U > 0, a.of_V > 0) for a in awake])
     # Columns are zero if fewer rows than columns had a gradient at the start: cosines over those that have one now.
-    waves = _cosines(batches, alive)
-    revived = [W + wave * (length == 0) for W, wave, length in zip(bases, waves, lengths, strict=True)]
-    new = orthonormalized(sketches, revived, bases, lambda sums: reduce(_by_side(sums)))
-    turns = [W.mT @ N for W, N in zip(bases, new, strict=True)]
-    kept = [N.mT @ S for N, S in zip(new, sketches, strict=True)]
-    products = [project(b.M, U, V) for b, U, V in zip(batches, new[:count], new[count:], strict=True)]
+    waves = _cosines(batches, _sides([(a.rows, a.columns) for a in awake]))
+    revived = [torch.where(full, W, wave) for W, wave, full in zip(bases, waves, filled, strict=True)]
+    both = [torch.cat([in_float64(S), in_float64(W)], -1) for S, W in zip(sketches, revived, strict=True)]
+    grams = [x.mT @ x for x in both]
+    reduce(_by_side(grams))
+    first = [first_coefficients(gram) for gram in grams]
+    Z = [x @ C for x, (C, _) in zip(both, first, strict=True)]
+    seconds = [z.mT @ z for z in Z]
+    products = [project(b.M, U.to(b.M), V.to(b.M)) for b, U, V in zip(batches, Z[:count], Z[count:], strict=True)]
     sums = sums_of(products)
-    for side, values in (*_by_side(turns).items(), *_by_side(kept).items()):
+    for side, values in _by_side(seconds).items():
         sums[side] += values
     reduce(sums)
-    for i, own in enumerate(means):
-        by_U, by_V = turns[i].square(), turns[count + i].square()
-        own.v.K.copy_(by_U.mT @ own.v.K @ by_V)
-        own.v.R.copy_((own.v.R.unsqueeze(-2) @ by_V).squeeze(-2))
-        own.v.L.copy_((own.v.L.unsqueeze(-2) @ by_U).squeeze(-2))
-        own.U.copy_(new[i])
-        own.V.copy_(new[count + i])
-        own.X.copy_(new[i] @ kept[i])
-        own.Y.copy_(new[count + i] @ kept[count + i])
-    adopt_average_(batches, products, reduce)
+    # All that is linear in the new columns Z T needs no further sums.
+    second = [second_coefficients(gram) for gram in seconds]
+    good = [x & y for (_, x), (_, y) in zip(first, second, strict=True)]
+    for i, (b, p) in enumerate(zip(batches, products, strict=True)):
+        fine = (good[i] & good[count + i]).to(b.M.device)[:, None, None]
+        T_U, T_V = (second[j][0].to(b.M) for j in (i, count + i))
+        turns, kept = [], []
+        for j, T in ((i, second[i][0]), (count + i, second[count + i][0])):
+            k, C = T.shape[-1], first[j][0] @ T
+            turns.append(((grams[j] @ C)[:, k:] * filled[j].mT).to(b.M).square())
+            kept.append((C.mT @ grams[j][..., :k]).to(b.M))
+        U, V = (Z[i] @ second[i][0]).to(b.M), (Z[count + i] @ second[count + i][0]).to(b.M)
+        own, (by_U, by_V) = b.means, turns
+        changes = [
+            (own.v.K, by_U.mT @ own.v.K @ by_V),
+            (own.v.R.unsqueeze(-2), own.v.R.unsqueeze(-2) @ by_V),
+            (own.v.L.unsqueeze(-2), own.v.L.unsqueeze(-2) @ by_U),
+            (own.U, U),
+            (own.V, V),
+            (own.X, U @ kept[0]),
+            (own.Y, V @ kept[1]),
+            (own.MV, p.GV @ T_V),
+            (own.UM, T_U.mT @ p.UG),
+            (own.K, T_U.mT @ p.K @ T_V),
+        ]
+        for old, new in changes:  # nearly parallel columns: everything stays
+            old.copy_(torch.where(fine, new, old))
+    taken = zip(batches, products, strict=True)
+    bound_(batches, [Products(b.means.MV, b.means.UM, b.means.K, p.rows, p.total) for b, p in taken], reduce)
 
 
-def adopt_average_(batches: Sequence[Matrices], products: Sequence[Products], reduce: Reduce) -> None:
-    """Take over M's products in new coordinates; bound the steps that follow from it, and choose their factor.
+def bound_(batches: Sequence[Matrices], products: Sequence[Products], reduce: Reduce) -> None:
+    """Bound the steps that follow from M in new coordinates, and choose their factor.
 
     In fixed coordinates |m̂| ≤ b √v̂ holds for every average, by Cauchy and Schwarz. After a turn second moments know
     little of the new coordinates. They are raised until it holds again, and then it does until the next turn.
     """
-    found = [sketch(b.M, b.means.U, b.means.V, p) for b, p in zip(batches, products, strict=True)]
-    reduce(sums_of(found))
-    for b, p, s in zip(batches, products, found, strict=True):
-        numbers = b.numbers
-        for average, value in zip((b.means.MV, b.means.UM, b.means.K), p[:3], strict=True):
-            average.copy_(value)
-        for v, square, beta, correction in zip(
-            b.means.v, mean_squares(b.means.U, p, s, b.shape), numbers.betas, numbers.bias_corrections, strict=True
-        ):
-            bound = adam_bound(numbers.beta1, beta, numbers.step) * numbers.bias_correction1
-            v.copy_(v.maximum(square * (correction / bound**2)))
-    choose_factor_(batches, products, found, reduce)
+    found = [sketch(b.M, b.means.U, b.means.V, p, with_Y=False) for b, p in zip(batches, products, strict=True)]
+    reduce({"inputs": [s.X for s in found] + [s.LL for s in found]})
+
+    def raise_(parts: str) -> list[Squares]:
+        squares = [mean_squares(b.means.U, p, s, b.shape) for b, p, s in zip(batches, products, found, strict=True)]
+        for b, square in zip(batches, squares, strict=True):
+            for i in map(Squares._fields.index, parts):
+                numbers, v = b.numbers, b.means.v[i]
+                bound = adam_bound(numbers.beta1, numbers.betas[i], numbers.step) * numbers.bias_correction1
+                v.copy_(v.maximum(square[i] * (numbers.bias_corrections[i] / bound**2)))
+        return squares
+
+    gains = [gain_of_rows(b, p, square.E) for b, p, square in zip(batches, products, raise_("KLE"), strict=True)]
+    reduce({"units": [s.RR for s in found] + gains})
+    for b, p, square, gain in zip(batches, products, raise_("R"), gains, strict=True):
+        set_factor_(b, p.total, square, gain)
 
 
-def choose_factor_(
+def first_factor_(
     batches: Sequence[Matrices], products: Sequence[Products], found: Sequence[Sketches], reduce: Reduce
 ) -> None:
+    """The factor for first gradients."""
+    squares = [mean_squares(b.means.U, p, s, b.shape) for b, p, s in zip(batches, products, found, strict=True)]
+    gains = [gain_of_rows(b, p, square.E) for b, p, square in zip(batches, products, squares, strict=True)]
+    reduce({"units": gains})
+    for b, p, square, gain in zip(batches, products, squares, gains, strict=True):
+        set_factor_(b, p.total, square, gain)
+
+
+def gain_of_rows(b: Matrices, products: Products, square: Tensor) -> Tensor:
+    """What the remainder adds to ⟨A, δ⟩, (n,), for the rows of a process. What may be rounding counts as nothing."""
+    *_, root = roots(b.means.v, b.numbers, (0.0,) * 4)
+    signal = (square * b.shape[1] - least_rows(products)).clamp(min=0)
+    return (signal / root).sum(-1)
+
+
+def set_factor_(b: Matrices, total: Tensor, square: Squares, of_rows: Tensor) -> None:
     """c: what a step with one second moment for all entries of a matrix promises to gain, over what δ does.
 
     A mean is one coordinate for many entries: while gradients agree, it would move less at AdamW's rates than they do
     under AdamW. Gains are to first order, ⟨A, A/σ⟩ and ⟨A, δ⟩, for the average gradient or the first one, A.
     """
-    gains, gains_of_rows = [], []
-    for b, p, s in zip(batches, products, found, strict=True):
-        units, inputs = b.shape
-        squares = zip(mean_squares(b.means.U, p, s, b.shape), roots(b.means.v, b.numbers, (0.0,) * 4), strict=True)
-        K, R, L, E = ((square / root).flatten(1).sum(-1) for square, root in squares)
-        gains.append(K + units * R + inputs * L)
-        gains_of_rows.append(inputs * E)
-    reduce({"units": gains_of_rows})
-    for b, p, gain, of_rows in zip(batches, products, gains, gains_of_rows, strict=True):
-        sigma = (b.means.variance / (1 - b.numbers.beta2**b.numbers.step)).sqrt()
-        b.means.factor.copy_((p.total / sigma / (gain + of_rows)).nan_to_num(FACTORS[0]).clamp(*FACTORS))
+    units, inputs = b.shape
+    root_K, root_R, root_L, _ = roots(b.means.v, b.numbers, (0.0,) * 4)
+    of_means = (square.K / root_K).sum((-2, -1)) + units * (square.R / root_R).sum(-1)
+    gain = of_means + inputs * (square.L / root_L).sum(-1) + of_rows
+    sigma = (b.means.variance / (1 - b.numbers.beta2**b.numbers.step)).sqrt()
+    b.means.factor.copy_((total / sigma / gain).nan_to_num(FACTORS[0]).clamp(*FACTORS))
 
 
 def _sides(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -331,12 +396,6 @@ def _sides(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
 def _by_side(values: list[Tensor]) -> Sums:
     """Sums over units, then sums over inputs, of all matrices."""
     return {"units": values[: len(values) // 2], "inputs": values[len(values) // 2 :]}
-
-
-def _alive(batches: Sequence[Matrices], matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Which rows, then which columns, of every matrix are not zero: sums over both."""
-    pairs = zip(matrices, (b.places for b in batches), strict=True)
-    return _sides([(rows.alive(A), columns.alive(A.mT)) for A, (rows, columns) in pairs])
 
 
 def _cosines(batches: Sequence[Matrices], alive: Sequence[Tensor]) -> list[Tensor]:

@@ -243,14 +243,15 @@ class Exchange:
         fingerprint: Callable[[], object],
     ) -> None:
         """Raise on all processes unless all of them want to exchange the same."""
-        same, known = failure is None, fingerprint() if failure is None else None
+        same, known, failed = failure is None, fingerprint() if failure is None else None, failure is not None
         for group in groups:
             shapes = [tuple(shape) for shape, over in wanted.shapes if group in over]
             digest = hashlib.sha256(repr((known, wanted.dtype, wanted.num_flags, shapes)).encode()).digest()[:6]
             numbers = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device="cpu")
-            numbers[dist.get_rank(group)] = float(int.from_bytes(digest, "big")) if same else torch.nan
+            number = float(int.from_bytes(digest, "big")) if same else torch.nan
+            numbers[dist.get_rank(group)] = -1 if failed else number
             reduce([Sum(numbers, (group,))])
-            same = bool((numbers == numbers[0]).all())
-        if not same:
-            raise failure or RuntimeError(DISAGREE)
+            same, failed = bool((numbers == numbers[0]).all()), bool((numbers == -1).any())
+        if not same or failed:
+            raise failure or RuntimeError(FAILED if failed else DISAGREE)
         self._agreed, self._stale = wanted, False

@@ -12,8 +12,8 @@ from blockmean._checks import require
 from blockmean.curvature import Curvature
 from blockmean.matrix import BlockMean
 from blockmean.optim import Anova, BlockStatistics, MeanStatistics
+from blockmean.optim.block_mean import BlockMeanOptimizer
 from blockmean.optim.inspection import unwrap
-from blockmean.optim.optimizer import BlockMeanOptimizer
 from blockmean.plot._axes import LARGEST
 
 Source = BlockMean | Curvature | BlockStatistics | Sequence[BlockStatistics] | BlockMeanOptimizer

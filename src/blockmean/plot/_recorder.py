@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from blockmean._checks import require
 from blockmean.optim import BlockStatistics
+from blockmean.optim.block_mean import BlockMeanOptimizer
 from blockmean.optim.inspection import unwrap
-from blockmean.optim.optimizer import BlockMeanOptimizer
 from blockmean.plot._axes import LARGEST
 from blockmean.plot._block_matrix import refuse_means
 from blockmean.plot._coupling import coupling

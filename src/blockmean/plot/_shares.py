@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blockmean._checks import require
 from blockmean.optim import Anova, MeanStatistics
+from blockmean.optim.base import BaseOptimizer
 from blockmean.optim.inspection import PART_NAMES, Parts, unwrap
-from blockmean.optim.optimizer import BlockMeanOptimizer
 from blockmean.plot._axes import FONT, LINE, cell_size, make_room, new_axes, with_room
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def shares(
 
 def _statistics(source: Anova | MeanStatistics | Sequence[MeanStatistics]) -> list[MeanStatistics]:
     found = unwrap(source)
-    if isinstance(found, BlockMeanOptimizer):
+    if isinstance(found, BaseOptimizer):
         if not isinstance(found, Anova):
             raise TypeError(
                 f"{OWNER} draws the means of Anova, and {type(found).__name__} has matrices between blocks instead. "
