@@ -103,13 +103,12 @@ class AdaGradFull(BlockMeanOptimizer):
 
     def block_sums(self, work: BlockStep) -> Tensor:
         """The gradient itself: every entry is a block."""
-        group = work.group
-        grads = []
+        group, grads = work.group, [torch.zeros(0, device=work.device)]
         for param, grad in zip(work.params, work.grads, strict=True):
             g = grad.to(arithmetic(param.dtype))
             g = -g if group["maximize"] else g
             grads.append(g.add(param, alpha=group["weight_decay"]).flatten())
-        return torch.cat(grads).double().unsqueeze(0)
+        return torch.cat([g.double() for g in grads]).unsqueeze(0)
 
     def update_(self, work: BlockStep) -> None:
         """H ← H + g gᵀ, θ ← θ − η H^-½ g."""

@@ -123,7 +123,8 @@ class BaseOptimizer(Optimizer):
                 loss = closure()
         with ExitStack() as stack:
             for device in {group["params"][0].device.type for group in self.param_groups if group["params"]}:
-                stack.enter_context(torch.autocast(device, enabled=False))  # products keep their precision
+                if torch.amp.is_autocast_available(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))  # products keep their precision
             self._step()
         return loss
 

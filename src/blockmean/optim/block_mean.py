@@ -377,7 +377,8 @@ def make_layout(optimizer: BlockMeanOptimizer, number: int, by: By, outputs: Seq
 
 def fitted(optimizer: BlockMeanOptimizer, number: int, group: dict[str, Any]) -> Layout:
     """The layout of a group for the tensors that are in the place of its parameters now, and its coupling."""
-    layout, params = optimizer._layouts[number], distinct(optimizer.param_groups[number])
+    layout, current = optimizer._layouts[number], optimizer.param_groups[number]
+    params = distinct(current)
     shapes = [param.shape for param in params]
     if shapes != layout.shapes:
         outputs = [o if s == t else 0 for o, s, t in zip(layout.outputs, layout.shapes, shapes, strict=True)]
@@ -392,5 +393,5 @@ def fitted(optimizer: BlockMeanOptimizer, number: int, group: dict[str, Any]) ->
         params=params,
         boxes=[box_of(param) for param in params],
         outputs=layout.outputs,
-        **optimizer.layout_options(group),
+        **optimizer.layout_options({**group, "params": params}),
     )
