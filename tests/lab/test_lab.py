@@ -112,6 +112,7 @@ def test_a_run_that_diverges_ends_there_and_says_when():
     json.dumps(record, allow_nan=False)
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_records_are_made_once_and_corrupt_ones_again(tmp_path, capsys):
     specs = [SPEC, replace(SPEC, seed=1)]
     made = list(records.run_all(specs, tmp_path))
@@ -280,6 +281,7 @@ def test_code_inside_another_repository_is_not_taken_for_it(tmp_path, monkeypatc
         environment._code_version.cache_clear()
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_progress_counts_the_steps_of_records_and_of_runs_that_diverge(tmp_path):
     diverging = replace(SPEC, model="mlp", optimizer="SGD", lr=1e30, steps=7)
     list(records.run_all([SPEC], tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,9 @@ def test_sweeps_change_one_thing():
     assert len({STEPPERS[name].options["means"] for name in OF_A_SWEEP["means"]}) == len(OF_A_SWEEP["means"])
 
 
-def test_a_step_is_measured_beside_both_forms_of_torch_and_resumes(tmp_path: Path):
+@pytest.mark.slow
+def test_a_step_is_measured_beside_both_forms_of_torch_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(steps, "machine", partial(steps.machine, seconds=0.01))
     arguments = ["--networks", "2x8", "--optimizers", "AdaGradBMA; Anova", "--repetitions", "3", "--out", str(tmp_path)]
     result = bench(*arguments)
     assert result.exit_code == 0, result.output
