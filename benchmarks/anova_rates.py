@@ -23,7 +23,6 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,8 +58,7 @@ class Problem(NamedTuple):
     batches: Batches
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """How a task is trained, but for optimizer and rate."""
 
     title: str
