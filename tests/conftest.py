@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 
 import pytest
 
-from support.cluster import Cluster
+from support.cluster import FORKSERVER, Cluster
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,12 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(4, tmp_path_factory.mktemp("four"))
     yield cluster
     cluster.close()
+
+
+@pytest.fixture
+def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of the lab do not import torch again: they are children of a process that has."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: FORKSERVER)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

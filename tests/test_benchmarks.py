@@ -201,6 +201,7 @@ def test_the_first_look_is_a_study_whose_settings_are_those_of_its_record():
             assert len(study.final.seeds) == len(found["train_loss"])
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_the_first_look_is_summarised_from_records(tmp_path: Path):
     look = load("benchmarks/first_look.py")
     arms = {arm: look.ARMS[arm] for arm in ("AdamW", "AdamBMA")}
@@ -242,6 +243,7 @@ def test_variants_of_anova_differ_from_the_defaults_in_what_they_are_named_after
         assert [spec.seed for spec in specs[:: len(options.VARIANTS)]] == list(options.SEEDS)
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_variants_of_anova_are_summarised_from_records(tmp_path: Path):
     options = load("benchmarks/anova_options.py")
     study = options.studies()["mlp"]

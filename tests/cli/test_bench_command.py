@@ -29,6 +29,7 @@ def test_list_names_every_task_and_arm():
         assert all(any(line.startswith(f"arm   {arm} ") for line in lines) for arm in ARMS)
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_a_race_runs_resumes_and_redraws(tmp_path: Path):
     arguments = ["--tasks", "mlp-raw", "--arms", "AdamBMA", "--steps", "20", "--seeds", "2", "--jobs", "1"]
     arguments += ["--out", str(tmp_path)]

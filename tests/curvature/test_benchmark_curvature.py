@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.study
 def test_the_quick_run_writes_a_whole_record(tmp_path: Path):
     out = tmp_path / "curvature.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "curvature.py"), "--quick", "--out", str(out)]

@@ -56,7 +56,7 @@ def assert_unbiased(values, truth):
     assert ((values.mean(0) - truth).abs() <= SIGMAS * error + rounding).all()
 
 
-@pytest.mark.parametrize("chunk_size", [None, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk_size", [None, pytest.param(3, marks=pytest.mark.study)])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_estimates_are_unbiased_and_their_standard_errors_honest(name, chunk_size, problem):
     estimate, exact = ESTIMATORS[name]
@@ -217,6 +217,7 @@ def test_curvature_has_a_matrix_and_a_report(problem):
 
 # ---------------------------------------------------------------- memory
 
+NAMES = ("empirical_fisher", "fisher", "ggn", "hessian")
 PEAK = """
 import json, sys, torch
 from torch import nn
@@ -225,29 +226,29 @@ from blockmean import curvature
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(100, 200), nn.Tanh(), nn.Linear(200, 10))
 d = sum(p.numel() for p in model.parameters())
-function = getattr(curvature, sys.argv[1])
-options = {} if sys.argv[1] in ("empirical_fisher", "fisher") else {"num_probes": 2}
-def call(n):
+def call(name, n):
+    function = getattr(curvature, name)
+    options = {} if name in ("empirical_fisher", "fisher") else {"num_probes": 2}
     x, y = torch.randn(n, 100), torch.randint(10, (n,))
     return peak_bytes(lambda: function(model, nn.functional.cross_entropy, (x, y), "tensor", chunk_size=20, **options))
-call(40)
-print(json.dumps([d, call(40), call(500)]))
+def calls(name):
+    call(name, 40)
+    return [d, call(name, 40), call(name, 500)]
+print(json.dumps({name: calls(name) for name in sys.argv[1:]}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-@pytest.mark.parametrize(
-    "name", ["empirical_fisher", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fisher", "ggn", "hessian"))]
-)
-def test_memory_does_not_grow_with_the_number_of_samples(name):
+def test_memory_does_not_grow_with_the_number_of_samples():
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[2]
     printed = subprocess.run(
-        [sys.executable, "-c", PEAK, name], env=environment, cwd=root, capture_output=True, text=True, check=True
+        [sys.executable, "-c", PEAK, *NAMES], env=environment, cwd=root, capture_output=True, text=True, check=True
     ).stdout
-    d, few, many = json.loads(printed)
-    if None in (few, many):
-        pytest.skip("/proc does not tell")
-    # 500 rows would be 44 MB; 20 of them are 1.8 MB, of which some copies are alive at once.
-    assert many < few + 4 * 100 * d
-    assert many < 4 * 300 * d
+    for name, (d, few, many) in json.loads(printed).items():
+        if None in (few, many):
+            pytest.skip("/proc does not tell")
+        # 500 rows would be 44 MB; 20 of them are 1.8 MB, of which some copies are alive at once.
+        assert many < few + 4 * 100 * d, name
+        assert many < 4 * 300 * d, name

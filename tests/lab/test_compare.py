@@ -29,6 +29,7 @@ def record_of(spec, last_loss, **changed):
     return json.loads(json.dumps(record))
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_a_study_tunes_runs_fresh_seeds_and_is_not_run_twice(tmp_path):
     seen = []
     STUDY.run(tmp_path, None, jobs=2, on_steps=seen.append)
@@ -99,6 +100,7 @@ def test_differences_are_taken_between_equal_seeds():
     assert differences(ours[:2], theirs[1:], lambda record: math.inf) == [0.0]
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_without_tuning_every_arm_runs_its_only_rate(tmp_path):
     study = replace(STUDY, rates={"diag": (0.1,), "BMA": (0.01,)}, tuning=NO_RUNS)
     assert study.tuning_specs() == []

@@ -13,6 +13,18 @@ from blockmean.lab.records import append
 from blockmean.lab.report import write_report
 
 
+@pytest.fixture
+def painted() -> None:
+    """For tests whose pictures are written."""
+
+
+@pytest.fixture(autouse=True)
+def only_words(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others read words and numbers; to write the pictures would take most of their time."""
+    if "painted" not in request.fixturenames:
+        monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
+
+
 def publish(folder: Path, study, losses: dict[str, list[float]]) -> None:
     """Write the records of a study whose arms end with these losses per seed, times 100; all prefer the rate 0.1."""
     for arm, values in losses.items():
@@ -81,7 +93,7 @@ def test_similar_to_full_is_past_the_middle_between_diag_and_full(tmp_path, case
     assert verdicts(tmp_path, {"diag": diag, "BMA": bma, "full": full})[2] == expected
 
 
-def test_a_seed_that_does_no_better_than_guessing_is_named(tmp_path):
+def test_a_seed_that_does_no_better_than_guessing_is_named(tmp_path, painted):
     publish(tmp_path, studies("quick")[0], {"diag": [0.5, 0.6, 0.7], "BMA": [0.4, 2.3026, 0.5]})
     outcome = fig5(ReportConfig(tmp_path, tmp_path))
     assert outcome.claims[0].verdict is Verdict.NOISE
@@ -110,7 +122,7 @@ def test_runs_that_are_stuck_are_not_drawn_unless_all_are(tmp_path, losses, draw
     assert [line.get_ydata()[-1] for line in ax.lines] == pytest.approx(drawn)  # the mean first
 
 
-def test_published_records_stand_in_for_what_the_profile_does_not_run_and_say_so(tmp_path):
+def test_published_records_stand_in_for_what_the_profile_does_not_run_and_say_so(tmp_path, painted):
     own, published = tmp_path / "records", tmp_path / "results"
     arms = {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.91, 1.0], "Adam": [0.9, 0.9, 0.9], "AdamBMA": [0.8, 0.9, 0.9]}
     publish(own, studies("quick")[0], arms)
@@ -173,7 +185,7 @@ def test_it_is_said_which_code_made_the_records(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "verdict"), [("diag", Verdict.HOLDS), ("BMA", Verdict.FAILS)])
-def test_a_run_that_diverges_is_infinitely_bad(tmp_path, name, verdict):
+def test_a_run_that_diverges_is_infinitely_bad(tmp_path, painted, name, verdict):
     study = studies("quick")[0]
     publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2], "BMA": [0.8, 0.9, 1.0]})
     spec = study.specs(name, [0.1], study.final)[0]
@@ -241,7 +253,7 @@ def test_a_study_whose_records_are_all_corrupt_is_not_taken_for_one_without_reco
     assert not any("no records here of digits-small" in note for note in outcome.notes)
 
 
-def test_an_arm_that_diverges_with_every_rate_stays_in_the_table(tmp_path):
+def test_an_arm_that_diverges_with_every_rate_stays_in_the_table(tmp_path, painted):
     study = studies("quick")[0]
     publish(tmp_path, study, {"diag": [1.0, 1.1, 1.2]})
     for spec in study.specs("Adam", study.rates, study.tuning):

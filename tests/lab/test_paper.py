@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,9 +53,28 @@ def test_the_parts_come_in_the_order_of_the_paper_and_say_what_they_are():
         assert first.endswith(".")
 
 
-@pytest.mark.parametrize("name", UNTIMED)
-def test_a_part_holds_where_it_is_mathematics_and_shows_what_it_promises(name: str, tmp_path: Path, few_images: None):
-    outcome = PARTS[name](config(tmp_path))
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """The outcome of a part, drawn once."""
+
+    @functools.cache
+    def of(name: str) -> Outcome:
+        return PARTS[name](config(tmp_path_factory.mktemp(name)))
+
+    return of
+
+
+def each(names: Iterable[str], slow: Container[str] = ()) -> pytest.MarkDecorator:
+    """Every part, in the worker that draws it."""
+    marks = {name: [pytest.mark.xdist_group(name), *([pytest.mark.slow] if name in slow else [])] for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=own) for name, own in marks.items()])
+
+
+@each(UNTIMED)
+def test_a_part_holds_where_it_is_mathematics_and_shows_what_it_promises(
+    name: str, few_images: None, drawn: Callable[[str], Outcome]
+):
+    outcome = drawn(name)
     assert any(claim.exact for claim in outcome.claims)
     assert not [claim for claim in outcome.claims if claim.exact and claim.verdict != Verdict.HOLDS]
     assert not [text for text in texts(outcome) if "nan" in text or "None" in text]
@@ -67,13 +88,13 @@ def test_a_part_holds_where_it_is_mathematics_and_shows_what_it_promises(name: s
         assert {len(row) for row in table.rows} == {len(table.header)}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "fig2" else pytest.param(name, marks=pytest.mark.slow) for name in PICTURES]
-)
-def test_pictures_and_findings_are_the_same_every_time(name: str, tmp_path: Path, few_images: None):
-    first = PARTS[name](config(tmp_path / "a"))
+@each(PICTURES, slow={"fig1", "fig3", "fig4"})
+def test_pictures_and_findings_are_the_same_every_time(
+    name: str, tmp_path: Path, few_images: None, drawn: Callable[[str], Outcome]
+):
+    first = drawn(name)
     torch.manual_seed(123)  # of no importance
-    again = PARTS[name](config(tmp_path / "b"))
+    again = PARTS[name](config(tmp_path))
     assert (first.claims, first.tables) == (again.claims, again.tables)
     assert [p.svg.read_bytes() for p in first.pictures] == [p.svg.read_bytes() for p in again.pictures]
 

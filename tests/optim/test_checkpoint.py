@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from blockmean import AdaGradBMA, AdamBMA, Anova
+from blockmean.optim.batches import MEANS
 from support.optimizers import (
     CASES,
     Net,
@@ -134,8 +135,13 @@ def test_every_dtype_of_the_state_is_kept(case, dtype):
     arithmetic = torch.float32 if dtype.itemsize < 4 else dtype
     for param in params:
         for key, value in optimizer.state[param].items():
-            wide = ("sum", "exp_avg", "exp_avg_sq", "momentum_buffer", *getattr(case.cls, "further_state", ()))
-            small = {"step": torch.float32, "began": torch.float32, "blocks": torch.int64, "root_of": torch.bool}
+            wide = ("sum", "exp_avg", "exp_avg_sq", "momentum_buffer", *MEANS)
+            small = {
+                "step": torch.float32,
+                "means_start_step": torch.float32,
+                "blocks": torch.int64,
+                "root_of": torch.bool,
+            }
             expected = arithmetic if key in wide else small.get(key, torch.float64)
             assert value.dtype == expected, key
     others, resumed = start()

@@ -19,6 +19,7 @@ from support.optimizers import (
     OTHER_OPTIONS,
     Net,
     assert_same,
+    every_block_optimizer,
     every_class,
     every_optimizer,
     loss_of,
@@ -199,8 +200,9 @@ def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(case):
     assert_same(snapshot(optimizer), snapshot(untouched))
 
 
-@every_class
+@every_block_optimizer
 def test_parameters_appended_to_a_group_by_hand_are_refused(case):
+    """Their blocks are numbered when a group is added."""
     model = Net()
     optimizer = case(model.head.parameters())
     train(model, optimizer, 1)

@@ -60,8 +60,9 @@ def test_shares_equal_those_of_the_recorded_gradients(shape, means):
         squares = [float((left @ G @ right).square().sum()) for G in recorded]
         energy.append(sum(w * x for w, x in zip(weights, squares, strict=True)) / sum(weights))
     (found,) = optimizer.block_statistics()
-    assert found.energy == pytest.approx(energy, rel=1e-9, abs=1e-9)
-    assert found.shares == pytest.approx([x / sum(energy) for x in energy], rel=1e-9, abs=1e-9)
+    least = 2 * 2.0**-18 * sum(energy)  # about what a remainder counts as at least
+    assert found.energy == pytest.approx(energy, rel=1e-9, abs=least)
+    assert found.shares == pytest.approx([x / sum(energy) for x in energy], rel=1e-5, abs=2.0**-17)
     assert sum(found.shares) == pytest.approx(1)
     assert found.shares.means == pytest.approx(1 - found.shares.remainder)
 

@@ -1,6 +1,7 @@
 """Sharded parameters, with real processes: exact steps, few collectives, errors on all processes, checkpoints."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -27,7 +28,7 @@ CASES = [
     ("AdaGradBMA", {"variant": "weighted", "partition": "unit", "weight_decay": 0.1, "lr_decay": 0.01}),
     ("NaturalGradientBMA", {"lr": 0.01}),
     ("NaturalGradientBMA", {"lr": 0.01, "coupling": "all"}),
-    ("Anova", {}),
+    ("Anova", {"means": 2}),
     ("Anova", {"means": (2, 3), "refresh_every": 2}),
     ("Anova", {"means": (2, 0)}),
     ("Anova", {"means": 1, "maximize": True}),
@@ -152,9 +153,12 @@ def test_all_processes_skip_the_same_steps(case, two):
 def test_processes_that_differ_say_so_and_do_not_wait(case, two):
     for said in two.run(sharded.disagree, case, "options"):
         assert "The processes disagree about the sharded parameters" in said[0]
+    expected = "The processes disagree about the sharded parameters"
+    if case[0] == "Anova":  # which does not take another number of means
+        expected = "Construct Anova anew|Another process failed in this step"
     for said in two.run(sharded.disagree, case, "later"):
         assert said[0] == "stepped"
-        assert "The processes disagree about the sharded parameters" in said[1]
+        assert re.search(expected, said[1])
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
@@ -189,14 +193,14 @@ def test_state_is_loaded_by_all_processes_or_none(case, two):
 @pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
 def test_sums_that_overflow_only_together_stop_all(case, two):
     for said in two.run(sharded.overflow, case):
-        assert "on another process is not finite, or the sums over it overflow" in said
+        assert "overflow" in said and "on another process is not finite" in said and "Nothing was changed" in said
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
 def test_an_error_on_one_process_reaches_the_others(case, two):
     broken, other = two.run(sharded.disagree, case, "failure")
     assert other[0] == "stepped" and "Another process failed in this step" in other[1]
-    assert "parameters when added" in broken[1]
+    assert "parameters when added" in broken[1] or "'refresh_every' parameter" in broken[1]
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)

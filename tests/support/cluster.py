@@ -16,16 +16,16 @@ TIMEOUT = 120
 AFTER_AN_ERROR = 20
 """Seconds for which the others may go on when one process has failed: it may have left them waiting."""
 
-_context = multiprocessing.get_context("forkserver")
+FORKSERVER = multiprocessing.get_context("forkserver")
 # One process imports what is slow to import, and those of the clusters are its children. It does not see sys.path,
 # so that it can import installed packages only, and says nothing if it cannot.
-_context.set_forkserver_preload(
+FORKSERVER.set_forkserver_preload(
     [
         "torch._dynamo",  # which DTensors need
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
-        "blockmean.optim",
+        "blockmean.lab.train",
     ]
 )
 
@@ -93,8 +93,8 @@ class Cluster:
         self.starts += 1
         store = str(self.folder / f"store-{self.starts}")
         for rank in range(self.world):
-            here, there = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, self.world, store, there), daemon=True)
+            here, there = FORKSERVER.Pipe()
+            process = FORKSERVER.Process(target=_serve, args=(rank, self.world, store, there), daemon=True)
             process.start()
             there.close()  # so that the death of the process ends a wait for it
             self.pipes.append(here)

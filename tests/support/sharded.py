@@ -243,13 +243,16 @@ def disagree(case: Case, trouble: str) -> list[str]:
     for t in range(3):
         set_gradients(model, t, ("a.weight",) if trouble == "gradient" and odd and t == 1 else ())
         if trouble == "failure" and odd and t == 1:
-            optimizer.param_groups[0]["params"].pop()
+            if case[0] == "Anova":
+                optimizer.param_groups[0]["refresh_every"] = 0
+            else:
+                optimizer.param_groups[0]["params"].pop()
         if trouble == "later" and odd and t == 1:
             key = "means" if case[0] == "Anova" else "correction"
             optimizer.param_groups[0][key] = 1 if key == "means" else False
         if trouble == "together" and t == 1:
-            key = "means" if case[0] == "Anova" else "correction"
-            optimizer.param_groups[0][key] = 1 if key == "means" else False
+            key = "mean_beta" if case[0] == "Anova" else "correction"
+            optimizer.param_groups[0][key] = 0.9 if key == "mean_beta" else False
         said.append(attempt(optimizer))
         if trouble == "options" or (trouble == "failure" and t == 1):
             break
@@ -449,18 +452,18 @@ def differ_on_a_grid(case: Case) -> str:
 
 
 def events(how: str | None, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[list[str]]]:
-    """Anova with means that are switched off and on, and a step count that is set back."""
+    """Anova that takes over from AdamW, with a gradient of zero at first."""
     model = Net(how, dtype=dtype)
-    optimizer = optimizer_of(("Anova", {"means": 2, "refresh_every": 2}), model)
+    adamw = torch.optim.AdamW(model.named_parameters())
+    take_steps(model, adamw, range(3))
+    optimizer = optimizer_of(("Anova", {"means": (2, 1), "refresh_every": 2}), model)
+    optimizer.load_state_dict(adamw.state_dict())
     keys = []
-    for t in range(12):
-        if t in (3, 6):
-            optimizer.param_groups[0]["means"] = 0 if t == 3 else (2, 1)
-        if t == 9:
-            for state in optimizer.state.values():
-                if "began" in state:
-                    state["step"].copy_(state["began"])
+    for t in range(3, 12):
         set_gradients(model, t)
+        if t == 3:
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
         optimizer.step()
         keys.append(sorted({key for state in optimizer.state.values() for key in state}))
     return values_of(model), keys
@@ -483,10 +486,10 @@ def turned(noise: float, scale: float, how: str | None) -> list[bool]:
     for t in range(9):
         grad = scale * (u @ v * torch.randn(1, generator=rng) + noise * torch.randn(64, 48, generator=rng))
         param.grad = grad if placed is None else distribute_tensor(grad, *placed, src_data_rank=None)
-        before = full(optimizer.state[param]["units"]).clone() if t else None
+        before = full(optimizer.state[param]["unit_basis"]).clone() if t else None
         optimizer.step()
         if t and t % 3 == 2:
-            found.append(not torch.equal(before, full(optimizer.state[param]["units"])))
+            found.append(not torch.equal(before, full(optimizer.state[param]["unit_basis"])))
     return found
 
 

@@ -138,8 +138,11 @@ def yardsticks(name: str) -> tuple[str, str]:
 
 def operations(optimizer: torch.optim.Optimizer) -> int:
     """Floating-point operations of Anova's products in a step, the turn of U and V not counted; 0 without means."""
-    with_means = ((param, state) for param, state in optimizer.state.items() if "units" in state)
-    return sum(10 * (state["units"].shape[1] + state["inputs"].shape[0]) * param.numel() for param, state in with_means)
+    with_means = ((param, state) for param, state in optimizer.state.items() if "unit_basis" in state)
+    means = (
+        (param.numel(), state["unit_basis"].shape[1] + state["input_basis"].shape[0]) for param, state in with_means
+    )
+    return sum(6 * count * entries for entries, count in means)
 
 
 # ---------------------------------------------------------------- measuring

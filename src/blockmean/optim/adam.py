@@ -79,6 +79,8 @@ class AdamBMA(CorrectedOptimizer):
         maximize: bool = False,
         correction: bool = True,
         nonfinite: str = "raise",
+        capturable: bool = False,
+        differentiable: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
@@ -96,6 +98,8 @@ class AdamBMA(CorrectedOptimizer):
             "maximize": maximize,
             "correction": correction,
             "nonfinite": nonfinite,
+            "capturable": capturable,
+            "differentiable": differentiable,
             "foreach": foreach,
             "fused": fused,
         }

@@ -28,6 +28,9 @@ from blockmean.optim.sharding import Exchange, Sum, local_gradient
 
 State = dict[str, Any]
 
+AS_CONSTRUCTED = ("foreach", "fused", "capturable", "differentiable", "partition")
+"""Options that no checkpoint changes: how a step is computed, and what its partition is called here."""
+
 
 @dataclass
 class GroupStep:
@@ -371,8 +374,7 @@ def check_parameters(group: dict[str, Any], owner: str) -> None:
 def completed(optimizer: BaseOptimizer, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """A saved group with missing options filled in; raise if a step cannot use it."""
     full = {**{key: value for key, value in group.items() if key != "params"}, **saved}
-    # How a step is computed, and what its partition is called here: neither is part of the training.
-    full.update({key: group[key] for key in ("foreach", "fused", "partition") if key in group})
+    full.update({key: group[key] for key in AS_CONSTRUCTED if key in group})
     lr = full["lr"]
     good = isinstance(lr, int | float | Tensor) and bool(lr == lr)
     require(good, "lr", type(optimizer).__name__, "a number", lr)

@@ -1,0 +1,372 @@
+"""Anova beside AdamW at the same learning rates: can AdamW's users keep theirs?
+
+    python benchmarks/anova_rates.py --data-dir FOLDER [--tasks mlp tied …] [--rates 1e-4 3e-4 …] [--seeds 0 1 …]
+    python benchmarks/anova_rates.py --table
+
+The tasks of the race, and four where a method that sees what rows and columns share starts slowly: a byte GPT with
+warm-up, decay to zero, weight decay and clipping (`gpt`); embeddings that are also the output layer, of bytes (`tied`)
+and of 20,000 words (`tied-20k`); and fine-tuning of a trained network to digits that are rotated (`finetune`). The loss
+is the mean over the last tenth of the steps; equal seeds mean equal weights and batches. Every run is a line of
+benchmarks/results/anova_rates.jsonl and is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib
+import json
+import math
+import os
+import re
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import blockmean
+from blockmean.lab.arms import seed_everything, state_bytes
+from blockmean.lab.environment import environment
+from blockmean.lab.tasks import LOSSES, TASKS, load_data, make_model
+from blockmean.lab.train import batches_of
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+Make = Callable[..., torch.optim.Optimizer]
+
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+OPTIMIZERS: dict[str, Make] = {"AdamW": torch.optim.AdamW, "Anova": blockmean.Anova}
+DEFAULT = 1e-3
+"""The rate of torch's AdamW when none is given."""
+TOLERANCE = 0.03
+"""How far behind AdamW, at AdamW's own rates up to its best one, counts as not behind."""
+LAST = 10
+"""The loss is the mean over one part in this many of the steps, the last."""
+
+
+class Problem(NamedTuple):
+    """What a seed gives: a model, its loss, and batches without end or for as many steps as there are."""
+
+    model: nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]
+    batches: Batches
+
+
+class Setting(NamedTuple):
+    """How a task is trained, but for optimizer and rate."""
+
+    title: str
+    steps: int
+    problem: Callable[[int, int], Problem]  # seed, steps
+    weight_decay: float = 0.0
+    clip: float = math.inf
+    warm_up: int = 0
+    decays: bool = False
+
+    def factor(self, step: int) -> float:
+        """What the rate is multiplied by: a linear rise, then, if it decays, half a cosine to zero."""
+        if step < self.warm_up:
+            return (step + 1) / self.warm_up
+        share = (step - self.warm_up) / max(1, self.steps - self.warm_up)
+        return 0.5 * (1 + math.cos(math.pi * share)) if self.decays else 1.0
+
+
+# ---------------------------------------------------------------- the tasks
+
+
+def raced(name: str) -> Setting:
+    """A task of the race, which has neither weight decay nor schedule."""
+    task = TASKS[name]
+
+    def problem(seed: int, steps: int) -> Problem:
+        spec = task.spec({"optimizer": "AdamW"}, lr=1e-3, seed=seed, steps=steps)
+        model = make_model(spec)
+        return Problem(model, LOSSES[task.loss].mean, batches_of(load_data(spec), spec))
+
+    return Setting(task.title, task.steps, problem)
+
+
+@cache
+def manual() -> bytes:
+    """The documentation of Python as plain text."""
+    folder = os.environ.get("BLOCKMEAN_DATA")
+    if not folder:
+        raise SystemExit("Say where text/python-docs.txt.gz is, with --data-dir or BLOCKMEAN_DATA.")
+    return gzip.decompress((Path(folder) / "text" / "python-docs.txt.gz").read_bytes())
+
+
+@cache
+def byte_codes() -> Tensor:
+    return torch.frombuffer(bytearray(manual()), dtype=torch.uint8)
+
+
+@cache
+def word_codes(words: int) -> Tensor:
+    """The text as its most frequent words, signs and line ends; code 0 stands for all others."""
+    found = re.findall(rb"\w+|[^\w\s]|\n", manual())
+    code = {word: i + 1 for i, (word, _) in enumerate(Counter(found).most_common(words - 1))}
+    return torch.tensor([code.get(word, 0) for word in found])
+
+
+def windows(codes: Tensor, seed: int, batch: int, length: int) -> Iterator[Tensor]:
+    """Batches of pieces of a text, drawn at random, (batch, length)."""
+    generator = torch.Generator().manual_seed(seed + 1_000_003)
+    while True:
+        starts = torch.randint(len(codes) - length, (batch, 1), generator=generator)
+        yield codes[starts + torch.arange(length)].long()
+
+
+class Attention(nn.Module):
+    """Causal self-attention and an MLP, each behind a LayerNorm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, context, width) → the same."""
+        parts = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        result: Tensor = x + self.mlp(x)
+        return result
+
+
+class GPT(nn.Module):
+    """A decoder of bytes, with weights drawn as GPT-2's are: normal with deviation .02, smaller at the residuals."""
+
+    def __init__(self, width: int = 96, layers: int = 3, heads: int = 4, context: int = 64) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Attention(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                residual = name.endswith(("out.weight", "mlp.3.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """(n, context) → (n, 256, context)."""
+        hidden = self.embed(codes) + self.place.weight[: codes.shape[1]]
+        outputs: Tensor = self.head(self.norm(self.blocks(hidden))).mT
+        return outputs
+
+
+class Tied(nn.Module):
+    """The next code from those before it, with one matrix for embedding and output."""
+
+    def __init__(self, vocabulary: int, width: int = 64, context: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        hidden = nn.Linear(context * width, 128), nn.GELU(), nn.Linear(128, width), nn.LayerNorm(width)
+        self.body = nn.Sequential(*hidden)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """(n, context) → (n, vocabulary)."""
+        outputs: Tensor = self.body(self.embed(codes).flatten(1)) @ self.embed.weight.T
+        return outputs
+
+
+def gpt(seed: int, steps: int) -> Problem:
+    drawn = windows(byte_codes(), seed, 8, 65)
+    return Problem(GPT(), functional.cross_entropy, ((x[:, :-1], x[:, 1:]) for x in drawn))
+
+
+def tied(seed: int, steps: int) -> Problem:
+    """Bytes of a Python source that is in every installation."""
+    codes = torch.tensor(list(Path(argparse.__file__).read_bytes()))
+    drawn = windows(codes, seed, 256, 9)
+    return Problem(Tied(256), functional.cross_entropy, ((x[:, :8], x[:, 8]) for x in drawn))
+
+
+def tied_words(seed: int, steps: int) -> Problem:
+    drawn = windows(word_codes(20_000), seed, 256, 9)
+    return Problem(Tied(20_000), functional.cross_entropy, ((x[:, :8], x[:, 8]) for x in drawn))
+
+
+def finetune(seed: int, steps: int) -> Problem:
+    """A network that has learned digits by AdamW is to read them rotated by a right angle."""
+    spec = TASKS["mlp"].spec({"optimizer": "AdamW"}, lr=3e-3, seed=seed, steps=400 + steps)
+    model = make_model(spec)
+    learner = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    batches = batches_of(load_data(spec), spec)
+    for _ in range(400):
+        inputs, targets = next(batches)
+        learner.zero_grad()
+        functional.cross_entropy(model(inputs), targets).backward()
+        learner.step()
+    return Problem(model, functional.cross_entropy, ((x.rot90(dims=(-2, -1)), y) for x, y in batches))
+
+
+SETTINGS = {
+    **{name: raced(name) for name in TASKS},
+    "gpt": Setting("byte GPT, 3 × 96", 1000, gpt, weight_decay=0.1, clip=1.0, warm_up=100, decays=True),
+    "tied": Setting("tied bytes", 300, tied),
+    "tied-20k": Setting("tied words, 20,000 × 64", 300, tied_words),
+    "finetune": Setting("fine-tuning to rotated digits", 200, finetune),
+}
+
+
+# ---------------------------------------------------------------- runs and records
+
+
+def run(name: str, make: Make, rate: float, seed: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Train once, on one thread; the loss is None if it is not finite."""
+    setting = SETTINGS[name]
+    torch.set_num_threads(1)
+    seed_everything(seed)
+    model, loss_of, batches = setting.problem(seed, setting.steps)
+    optimizer = make(model.parameters(), lr=rate, **{"weight_decay": setting.weight_decay, **options})
+    losses: list[float] = []
+    seconds = step_seconds = 0.0
+    for step in range(setting.steps):
+        inputs, targets = next(batches)
+        began = time.process_time()
+        for group in optimizer.param_groups:
+            group["lr"] = rate * setting.factor(step)
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs), targets)
+        loss.backward()
+        if setting.clip < math.inf:
+            nn.utils.clip_grad_norm_(model.parameters(), setting.clip)
+        before = time.process_time()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            break
+        optimizer.step()
+        ended = time.process_time()
+        seconds, step_seconds = seconds + ended - began, step_seconds + ended - before
+    final = statistics.mean(losses[-max(1, setting.steps // LAST) :])
+    early = statistics.mean(losses[: max(1, setting.steps // LAST)])
+    return {
+        "loss": final if math.isfinite(final) else None,
+        "first_tenth": early if math.isfinite(early) else None,
+        "seconds": round(seconds, 3),
+        "step_seconds": round(step_seconds, 3),
+        "steps": len(losses),
+        "state_bytes": state_bytes(optimizer),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def find(name: str) -> Make:
+    """AdamW, Anova, or the class that 'module:Class' names."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    module, _, attribute = name.partition(":")
+    made: Make = getattr(importlib.import_module(module), attribute)
+    return made
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records so far; a last line that was cut off does not count."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def key(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells runs apart."""
+    return record["task"], record["arm"], record["rate"], record["seed"]
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def means(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[float, float]]]:
+    """Mean loss over seeds by task, arm and rate; infinite if a run diverged."""
+    seeds: dict[tuple[str, str, float], list[float]] = defaultdict(list)
+    for record in records:
+        loss = math.inf if record["loss"] is None else record["loss"]
+        seeds[record["task"], record["arm"], record["rate"]].append(loss)
+    found: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
+    for (task, arm, rate), losses in sorted(seeds.items()):
+        found[task][arm][rate] = statistics.mean(losses)
+    return found
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Per task and arm: losses, the best of them, what the default rate loses, and the worst ratio to AdamW's loss.
+
+    That ratio is taken at equal rates, from 1e-4 to the one that is best for AdamW.
+    """
+    lines = []
+    for task, arms in means(records).items():
+        rates = sorted({rate for losses in arms.values() for rate in losses})
+        header = [
+            f"{task}, lr",
+            *(f"{rate:g}" for rate in rates),
+            "best",
+            "at the default ÷ best",
+            "worst ratio to AdamW",
+            "step ms",
+        ]
+        lines += [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+        base = arms.get("AdamW", {})
+        limit = min(base, key=lambda rate: base[rate]) if base else math.inf
+        for arm, losses in arms.items():
+            shared = [rate for rate in losses if rate in base and 1e-4 <= rate <= limit]
+            worst = max((losses[rate] / base[rate] for rate in shared), default=math.nan)
+            mark = " (behind)" if worst > 1 + TOLERANCE else ""
+            own = [r for r in records if r["task"] == task and r["arm"] == arm]
+            cost = statistics.median(1e3 * r["step_seconds"] / r["steps"] for r in own)
+            cells = [f"{losses[rate]:.4g}" if rate in losses else "" for rate in rates]
+            best = min(losses.values())
+            at_default = f"{losses[DEFAULT] / best:.3f}" if DEFAULT in losses else ""
+            cells += [f"{best:.4g}", at_default, f"{worst:.3f}{mark}", f"{cost:.2f}"]
+            lines.append(f"| {arm} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data-dir", type=Path, help="has mnist, cifar10 and text")
+    parser.add_argument("--tasks", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), help="AdamW, Anova or 'module:Class'")
+    parser.add_argument("--options", type=json.loads, default={}, help="further arguments of the optimizers, as JSON")
+    parser.add_argument("--label", default="", help="name of the arm in the records, instead of the optimizer's")
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "anova_rates.jsonl")
+    parser.add_argument("--table", action="store_true", help="only print what the records say")
+    given = parser.parse_args()
+    if given.data_dir:
+        os.environ["BLOCKMEAN_DATA"] = str(given.data_dir)
+    if not given.table:
+        finished = {key(record) for record in read(given.out)}
+        where = environment()
+        for seed in given.seeds:
+            for task in given.tasks:
+                for rate in given.rates:
+                    for name in given.optimizers:
+                        chosen = {"task": task, "arm": given.label or name, "rate": rate, "seed": seed}
+                        if key(chosen) in finished:
+                            continue
+                        found = run(task, find(name), rate, seed, given.options)
+                        record = {**chosen, "options": given.options, **found, "environment": where}
+                        with given.out.open("a") as file:
+                            file.write(json.dumps(record, allow_nan=False) + "\n")
+                        print(task, chosen["arm"], f"{rate:g}", seed, found["loss"], found["seconds"], flush=True)
+    print(table(read(given.out)))
+
+
+if __name__ == "__main__":
+    main()
