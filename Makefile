@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 setup: $(READY)
 
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/blockmean/optim/native/*.[ch]pp)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/blockmean/optim/kernels/*.[ch]pp)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -40,7 +40,7 @@ wheel: $(READY)
 # The kernels with the instruction sets of this machine that are not its best.
 instructions: $(READY)
 	for set in plain avx2; do \
-		BLOCKMEAN_INSTRUCTIONS=$$set $(BIN)/python -c 'from blockmean.optim import native' 2> /dev/null || continue; \
+		BLOCKMEAN_INSTRUCTIONS=$$set $(BIN)/python -c 'from blockmean.optim import kernels' 2> /dev/null || continue; \
 		BLOCKMEAN_INSTRUCTIONS=$$set $(PYTEST) tests/optim/test_native.py tests/optim/test_native_anova.py || exit 1; \
 	done
 
@@ -48,7 +48,7 @@ instructions: $(READY)
 sanitize: $(READY)
 	rm -rf build/sanitize && mkdir -p build/sanitize
 	cp -r src setup.py pyproject.toml README.md LICENSE build/sanitize
-	cd build/sanitize && rm -f src/blockmean/optim/native/*.so && BLOCKMEAN_SANITIZE=1 $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	cd build/sanitize && rm -f src/blockmean/optim/kernels/*.so && BLOCKMEAN_SANITIZE=1 $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH=build/sanitize/src OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -x tests/optim/test_native.py tests/optim/test_native_anova.py \
 		-k 'not fork'
@@ -57,7 +57,7 @@ sanitize: $(READY)
 avx512: $(READY)
 	rm -rf build/avx512 && mkdir -p build/avx512
 	cp -r src setup.py pyproject.toml README.md LICENSE build/avx512
-	cd build/avx512 && rm -f src/blockmean/optim/native/*.so && BLOCKMEAN_STAND_IN=$(CURDIR)/tests/support/avx512.h $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	cd build/avx512 && rm -f src/blockmean/optim/kernels/*.so && BLOCKMEAN_STAND_IN=$(CURDIR)/tests/support/avx512.h $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
 	PYTHONPATH=build/avx512/src BLOCKMEAN_INSTRUCTIONS=avx512 OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -x tests/optim/test_native.py tests/optim/test_native_anova.py \
 		tests/optim/test_passes.py tests/optim/test_adam.py tests/optim/test_adagrad.py
 

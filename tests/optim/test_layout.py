@@ -195,26 +195,6 @@ def test_tensors_in_the_place_of_parameters_are_cut_as_the_callable_said():
         optimizer.step()
 
 
-def test_a_partition_that_is_set_later_is_the_one_that_counts():
-    late, early = Net(), Net()
-    optimizer, reference = AdamBMA(late.parameters()), AdamBMA(early.parameters(), partition="tensor")
-    optimizer.param_groups[0]["partition"] = "tensor"
-    train(late, optimizer, 3)
-    train(early, reference, 3)
-    assert_same(snapshot(optimizer), snapshot(reference))
-    optimizer.param_groups[0]["partition"] = "kernel"
-    with pytest.raises(ValueError, match=r"was cut into other blocks when its statistics began. Delete 'U' from"):
-        train(late, optimizer, 1)
-    optimizer.param_groups[0]["partition"] = "rows"
-    with pytest.raises(ValueError, match=r"'partition' parameter of AdamBMA must be a callable or one of"):
-        train(late, optimizer, 1)
-    for state in optimizer.state.values():
-        state.pop("U", None)
-    optimizer.param_groups[0]["partition"] = lambda name, tensor: "kernel"
-    train(late, optimizer, 1)
-    assert optimizer.param_groups[0]["partition"] == "custom"
-
-
 # -------------------------------------------------------------------- tensors without entries
 
 

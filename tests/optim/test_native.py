@@ -7,17 +7,16 @@ import weakref
 
 import pytest
 import torch
-from blockmean.optim.native import solver
 from torch import nn
 
 from blockmean import AdaGradBMA, AdaGradFull, AdamBMA
-from blockmean._linalg import inverse_root_minus_identity, times_inverse_root_minus_identity
-from blockmean.blocks import TensorBlocks
-from blockmean.optim import correction, native, passes
+from blockmean.blocks import TensorBlocks, geometry
+from blockmean.optim import correction, kernels, layout, passes
 from blockmean.optim.forms import FORMS, Rule
 from support.optimizers import Net, assert_same, params_of, set_gradients, snapshot, stripes, train
+from support.passes import Reference
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="the kernels were not built")
+pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="the kernels were not built")
 
 SHAPES = [(), (1,), (7,), (3, 5), (16, 33), (5, 1, 3, 3), (4, 6, 2, 2), (1, 40), (40, 1), (2, 20000), (300, 70)]
 FORMS_OF = {
@@ -56,13 +55,23 @@ def run(form, dtype=torch.float64, steps=3, shapes=SHAPES, **changes):
     return [param.detach() for param in params], optimizer
 
 
-def parts_of(optimizer, number=0):
-    """The implementations that the last step of a group took."""
-    return [part.passes for part in optimizer._works[number].plan.parts]
+@pytest.fixture
+def taken(monkeypatch):
+    """The implementations of the passes that steps have taken, in order."""
+    found = []
+    for name in ("Native", "Foreach"):
+        made = getattr(correction, name)
+
+        def record(*args, made=made, **options):
+            found.append(made(*args, **options))
+            return found[-1]
+
+        monkeypatch.setattr(correction, name, record)
+    return found
 
 
-def is_native(optimizer, number=0):
-    return all(isinstance(passes_, native.Table) for passes_ in parts_of(optimizer, number))
+def is_native(taken):
+    return bool(taken) and all(isinstance(one, kernels.Native) for one in taken)
 
 
 # -------------------------------------------------------------------- against the reference
@@ -70,22 +79,24 @@ def is_native(optimizer, number=0):
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("form", FORMS_OF)
-def test_steps_equal_those_of_the_reference(form, partition):
+def test_steps_equal_those_of_the_reference(form, partition, taken):
     shapes = [shape for shape in SHAPES if math.prod(shape) < 10000 or partition in ("tensor", "unit")]
     expected, _ = run(form, foreach=False, partition=partition, shapes=shapes)
-    found, optimizer = run(form, fused=True, partition=partition, shapes=shapes)
-    assert is_native(optimizer)
+    taken.clear()
+    found, _ = run(form, fused=True, partition=partition, shapes=shapes)
+    assert is_native(taken)
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS_OF)
-def test_they_do_in_every_dtype(form, dtype):
+def test_they_do_in_every_dtype(form, dtype, taken):
     """Up to rounding of float32 sums, or one unit in the last place of the parameter."""
     expected, slow = run(form, dtype, foreach=False, partition="unit")
+    taken.clear()
     found, optimizer = run(form, dtype, fused=True, partition="unit")
-    assert is_native(optimizer)
+    assert is_native(taken)
     for a, b in zip(expected, found, strict=True):
         assert b.dtype == dtype
         torch.testing.assert_close(b, a, rtol=4 * NARROW[dtype], atol=2e-5 if dtype == torch.float32 else 1e-3)
@@ -102,7 +113,6 @@ def test_every_coupling_has_the_same_statistics_as_the_reference(form, coupling)
         options["initial_accumulator_value"] = 0.1
     expected, slow = run(form, foreach=False, **options)
     found, fast = run(form, fused=True, **options)
-    assert fast._works[0].plan.solver is not None and slow._works[0].plan.solver is None
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-11)
     for a, b in zip(slow.state.values(), fast.state.values(), strict=True):
@@ -116,8 +126,8 @@ def test_every_coupling_has_the_same_statistics_as_the_reference(form, coupling)
 
 @pytest.mark.parametrize("dtypes", [[torch.float64] * 3, [torch.float64, torch.float32, torch.float64]], ids=str)
 @pytest.mark.parametrize("form", ["paper", "consistent"])
-def test_tasks_that_take_turns_have_the_sums_of_the_reference(form, dtypes):
-    """Blocks of several tasks, of part of one and of no whole vector; four tasks at a time, or not if they differ."""
+def test_large_blocks_have_the_sums_of_the_reference(form, dtypes):
+    """Blocks of several tasks, of part of one and of no whole vector."""
 
     def after_steps(**options):
         sizes = ((300, 301), (70001,), (5, 9))
@@ -178,7 +188,7 @@ def test_whole_tensors_go_as_they_lie_in_memory():
     """channels_last, transposed and blocks along a middle dim: (outer, blocks, inner) where that is possible."""
 
     def found(tensor, *dims):
-        return native.geometry(tensor.shape, tensor.stride(), TensorBlocks("p", tuple(tensor.shape), "", dims))
+        return geometry(tensor.shape, tensor.stride(), dims)
 
     x = torch.zeros(4, 3, 5, 2)
     last = x.contiguous(memory_format=torch.channels_last)
@@ -194,7 +204,7 @@ def test_whole_tensors_go_as_they_lie_in_memory():
     assert found(torch.zeros(())) == (1, 1, 1)
 
 
-def test_convolutions_in_channels_last_are_served():
+def test_convolutions_in_channels_last_are_served(taken):
     def steps(**changes):
         torch.manual_seed(0)
         model = nn.Conv2d(3, 4, 3).double().to(memory_format=torch.channels_last)
@@ -204,128 +214,87 @@ def test_convolutions_in_channels_last_are_served():
             optimizer.step()
         return params_of(model), optimizer
 
-    found, optimizer = steps()
-    assert is_native(optimizer) and not found[0].is_contiguous()
+    found, _ = steps()
+    assert is_native(taken) and not found[0].is_contiguous()
     for a, b in zip(steps(foreach=False)[0], found, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 34, 90, 400])
-@pytest.mark.parametrize("kind", ["random", "singular", "identity", "diagonal"])
-def test_the_root_without_eigenvectors(n, kind):
-    rng = torch.Generator().manual_seed(n)
-    G = torch.randn(n, n if kind == "random" else 1, generator=rng, dtype=torch.float64)
-    A = G @ G.T / n
-    if kind == "identity":
-        A = torch.eye(n, dtype=torch.float64)
-    elif kind == "diagonal":
-        A = torch.diag(torch.logspace(-6, 6, n, dtype=torch.float64))
-    b, out = torch.randn(n, generator=rng, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
-    made = native._kernels.solver(n, [])
-    assert solver.times_root(made, A.data_ptr(), n, 0.1, b.data_ptr(), out.data_ptr())
-    torch.testing.assert_close(out, inverse_root_minus_identity(A, 0.1) @ b, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(out, times_inverse_root_minus_identity(A, 0.1, b), rtol=1e-9, atol=1e-11)
-    A[-1, -1] = torch.nan
-    assert not solver.times_root(made, A.data_ptr(), n, 0.1, b.data_ptr(), out.data_ptr())
-
-
-def times_root(A, floor, b):
-    out = torch.full_like(b, torch.nan)
-    made = native._kernels.solver(len(A), [])
-    assert solver.times_root(made, A.data_ptr(), len(A), floor, b.data_ptr(), out.data_ptr())
-    return out
-
-
-def near_identity(n, norm, seed=0):
-    """A symmetric matrix whose rows differ from those of I by `norm` at most, summed over their entries, and b."""
-    rng = torch.Generator().manual_seed(seed)
-    C = torch.randn(n, n, generator=rng, dtype=torch.float64)
-    C = C + C.T
-    C *= norm / C.abs().sum(1).max()
-    return torch.eye(n, dtype=torch.float64) + C, C, torch.randn(n, generator=rng, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 34, 150])
-@pytest.mark.parametrize("norm", [0.0, 1e-12, 1e-3, 0.3, 0.7, 0.899, 0.95, 3.0])
-@pytest.mark.parametrize("floor", [1e-10, 0.1, 0.9, 1.0])
-def test_roots_near_the_identity_and_far_from_it_are_those_of_torch(n, norm, floor):
-    """Near it they are a series, which knows no floor: it must not be taken where the floor matters."""
-    A, _, b = near_identity(n, norm)
-    found, expected = times_root(A, floor, b), times_inverse_root_minus_identity(A, floor, b)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13 * float(b.abs().max()))
-
-
-@pytest.mark.parametrize("row", [0, 3, 9])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_matrix_that_is_not_finite_is_no_matrix_near_the_identity(row, bad):
-    A, _, b = near_identity(10, 0.1)
-    A[row, 4] = A[4, row] = bad
-    made, out = native._kernels.solver(10, []), torch.zeros_like(b)
-    assert not solver.times_root(made, A.data_ptr(), 10, 0.1, b.data_ptr(), out.data_ptr())
-
-
-@pytest.mark.parametrize("n", [3, 34, 150])
-@pytest.mark.parametrize("norm", [1e-4, 1e-9, 1e-14])
-def test_the_root_of_nearly_the_identity_keeps_its_digits(n, norm):
-    """Eigenvalues minus one have a rounding error of 1e-16, whatever their size; the series does not subtract."""
-    A, _, b = near_identity(n, norm)
-    C = A - torch.eye(n, dtype=torch.float64)  # as A has it, exactly
-    expected = C @ (C @ (C @ b * (-5 / 16)) + C @ b * (3 / 8)) - C @ b / 2
-    torch.testing.assert_close(times_root(A, 0.1, b), expected, rtol=1e-12, atol=0)
+@pytest.mark.parametrize("instructions", ["plain", "avx2", "avx512"])
+def test_every_instruction_set_of_this_machine_gives_the_same_steps(instructions):
+    """And the same sums bit by bit where they are sums of gradients only: they all add up in double."""
+    best = kernels.instructions()
+    try:
+        kernels.instructions(instructions)
+    except ValueError as error:
+        pytest.skip(str(error))
+    try:
+        for form in FORMS_OF:
+            for dtype in NARROW:
+                found, _ = run(form, dtype, fused=True, partition="unit")
+                for a, b in zip(run(form, dtype, foreach=True, partition="unit")[0], found, strict=True):
+                    atol = 2e-5 if dtype == torch.float32 else 1e-12 if dtype == torch.float64 else 1e-3
+                    torch.testing.assert_close(b, a, rtol=4 * NARROW[dtype], atol=atol)
+        assert kernels.instructions() == instructions
+    finally:
+        kernels.instructions(best)
 
 
 # -------------------------------------------------------------------- block by block
 
-LOCAL = [(40, 33), (3, 5), (7, 1), (2, 8192), (2, 8193), (5, 3, 3, 3), (6, 2), (11,)]
-TURNS = [(40, 33), (100, 300), (3, 5), (257, 64), (64, 1000), (9, 2), (30, 513), (2, 8192)]  # tasks take turns
-LOCAL_FORMS = {
-    "weighted": {},
-    "decay": {"initial_accumulator_value": 0.1},
-    "adam": {"weight_decay": 0.1},
-    "adam-eps": {"coupling": "none"},
-}
+SHORT = [(40, 33), (3, 5), (2, 8192), (5, 3, 3, 3), (6, 2), (100, 300), (257, 64), (30, 513), (11,)]
+
+
+def never_by_block(monkeypatch):
+    monkeypatch.setattr(layout.Layout, "longest_run", torch.inf)
+    monkeypatch.setattr(correction, "_is_short", lambda cut, param: False)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("form", LOCAL_FORMS)
-@pytest.mark.parametrize("shapes", [LOCAL, TURNS], ids=["mixed", "turns"])
-def test_a_solve_block_by_block_is_the_one_between_passes_bit_by_bit(shapes, form, dtype, monkeypatch):
-    """So it does not matter which of them a step takes: the first one after loading takes the other."""
-    options = {"shapes": shapes, "steps": 4, "partition": "unit", **LOCAL_FORMS[form]}
-    found, local = run(form, dtype, **options)
-    assert local._works[0].plan.parts[0].passes.is_local
-    monkeypatch.setattr(correction.Plan, "is_local", lambda plan, layout: False)
-    expected, apart = run(form, dtype, **options)
-    assert not apart._works[0].plan.parts[0].passes.is_local
-    assert_same(found, expected)
-    assert_same(snapshot(local), snapshot(apart))
-    for a, b in zip(local.block_statistics(), apart.block_statistics(), strict=True):
-        assert_same([a.A, a.common, a.change], [b.A, b.common, b.change])
+@pytest.mark.parametrize("form", ["adam", "adam-eps"])
+def test_a_solve_block_by_block_is_the_one_between_passes(form, dtype, taken, monkeypatch):
+    options = {"shapes": SHORT, "steps": 4, "partition": "unit", "coupling": "none", "weight_decay": 0.1}
+    found, one = run(form, dtype, **options)
+    assert is_native(taken) and sum(own.by_block for own in taken) == 4
+    never_by_block(monkeypatch)
+    taken.clear()
+    expected, two = run(form, dtype, **options)
+    assert is_native(taken) and not any(own.by_block for own in taken)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=NARROW[dtype], atol=NARROW[dtype])
+    for a, b in zip(two.state.values(), one.state.values(), strict=True):
+        for key in a:
+            torch.testing.assert_close(b[key], a[key], rtol=1e-12, atol=1e-14)
+    for a, b in zip(two.block_statistics(), one.block_statistics(), strict=True):
+        for x, y in zip((a.A, a.common, a.change), (b.A, b.common, b.change), strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-12, atol=1e-14)
 
 
-def test_blocks_are_solved_one_by_one_only_where_they_stand_alone():
-    def is_local(form="adam", change=None, **options):
-        params = new_params(shapes=[(3, 4), (6, 2), (4,)])
+def test_blocks_are_solved_one_by_one_only_where_they_stand_alone(taken):
+    def by_block(form="adam", change=None, shapes=((3, 4), (6, 2), (4,)), **options):
+        taken.clear()
+        params = new_params(shapes=shapes)
         optimizer = make(form, params, **{"partition": "unit", **options})
         for t in range(3):
             set_gradients(params, t)
             if t == 2 and change:
                 change(params)
             optimizer.step()
-        return any(getattr(own, "is_local", False) for own in parts_of(optimizer)) if optimizer._works else False
+        return any(getattr(own, "by_block", False) for own in taken[-2:])
 
-    assert is_local() and is_local("weighted") and is_local(refresh_every=3)
-    assert not is_local("paper") and not is_local("consistent") and not is_local(correction=False)
-    assert not is_local("adam-cap")  # squares of diagonal steps may overflow
-    assert not is_local(coupling="all") and not is_local(coupling="module") and not is_local(partition="all")
-    assert not is_local(foreach=False) and not is_local(change=lambda params: setattr(params[0], "grad", None))
-    assert not is_local(change=lambda params: setattr(params[0], "data", params[0].data.clone()))  # nobody has looked
+    assert by_block() and by_block(refresh_every=3)
+    assert by_block(change=lambda params: setattr(params[0], "grad", None))  # the others stand alone as before
+    assert not by_block("weighted") and not by_block("paper") and not by_block(correction=False)
+    assert not by_block("adam-cap")  # squares of diagonal steps may overflow
+    assert not by_block(coupling="all") and not by_block(coupling="module") and not by_block(partition="all")
+    assert not by_block(foreach=False) and not by_block(shapes=[(3, 4), (3, 8193)]) and not by_block(shapes=[(3, 1)])
+    assert by_block(shapes=[(3, 4), (3, 8192)])
 
 
 @pytest.mark.parametrize("form", ["weighted", "adam"])
 @pytest.mark.parametrize("size", [1e17, 1e18, 5e18, 1e19])
-def test_sums_that_overflow_are_noticed_block_by_block_too(form, size):
-    """Squares of float32 near its limit: either nothing changes, or the step is that of the two passes."""
+def test_sums_that_overflow_are_noticed_before_anything_changes(form, size):
+    """Squares of float32 near its limit: either nothing changes, or all stays finite."""
     params = new_params(torch.float32, [(3, 40)])
     optimizer = make(form, params, partition="unit")
     for t in range(12):
@@ -334,7 +303,7 @@ def test_sums_that_overflow_are_noticed_block_by_block_too(form, size):
         try:
             optimizer.step()
         except ValueError as error:
-            assert "overflow, though every gradient is finite. Nothing was changed" in str(error)
+            assert "sums over them overflow" in str(error) and "Nothing was changed" in str(error)
             assert_same(snapshot(optimizer), before)
         assert all(x.isfinite().all() for state in optimizer.state.values() for x in state.values())
 
@@ -429,11 +398,10 @@ def both(change, form="adam", **options):
     return results[0]
 
 
-def test_a_state_that_is_replaced_or_deleted_is_noticed():
+def test_a_state_that_is_replaced_or_deleted_is_followed():
     def replace(optimizer, params):
         optimizer.state[params[0]]["exp_avg"] = torch.ones_like(params[0])
         optimizer.state[params[1]] = dict(optimizer.state[params[1]])
-        del optimizer.state[params[1]]["exp_avg_sq"]
         optimizer.state[params[2]]["step"] = torch.tensor(7.0)
 
     both(replace)
@@ -446,7 +414,7 @@ def test_a_state_that_is_replaced_or_deleted_is_noticed():
     both(drop_statistics, coupling="all")
 
 
-def test_memory_that_is_replaced_is_noticed():
+def test_memory_that_is_replaced_is_followed():
     def replace(optimizer, params):
         params[0].data = params[0].data.clone() + 1
         params[1].data = params[1].data.mT.contiguous().mT
@@ -482,24 +450,25 @@ def test_parameters_that_are_swapped_come_and_go():
     both(lose, coupling="all")
 
 
-def test_options_that_change_take_effect():
+def test_options_that_change_take_effect(taken):
     def change(optimizer, params):
         optimizer.param_groups[0].update(lr=torch.tensor(0.01), betas=(0.5, 0.6), correction_cap=0.1, maximize=True)
 
     both(change)
     both(lambda optimizer, params: optimizer.param_groups[0].update(correction=False))
     both(lambda optimizer, params: optimizer.param_groups[0].update(variant="weighted", lr=0.2), form="paper")
-    _, optimizer = both(lambda optimizer, params: optimizer.param_groups[0].update(fused=False))
-    assert not is_native(optimizer)
+    taken.clear()
+    both(lambda optimizer, params: optimizer.param_groups[0].update(fused=False))
+    assert is_native(taken[:2]) and isinstance(taken[-1], passes.Foreach)
 
 
-def test_a_model_that_changes_its_dtype_goes_on():
+def test_a_model_that_changes_its_dtype_goes_on(taken):
     model = Net()
     optimizer = AdamBMA(model.named_parameters())
     train(model, optimizer, 2)
     model.double()
     train(model, optimizer, range(2, 4))
-    assert optimizer.state[model.head.weight]["exp_avg"].dtype == torch.float64 and is_native(optimizer)
+    assert optimizer.state[model.head.weight]["exp_avg"].dtype == torch.float64 and is_native(taken)
 
 
 def test_gradients_are_freed_and_a_stale_graph_is_noticed():
@@ -520,7 +489,7 @@ def test_gradients_are_freed_and_a_stale_graph_is_noticed():
 # -------------------------------------------------------------------- the choice
 
 
-def test_fused_has_torchs_meaning():
+def test_fused_has_torchs_meaning(taken):
     model = Net()
     for options, expected in [
         ({}, True),
@@ -529,9 +498,9 @@ def test_fused_has_torchs_meaning():
         ({"foreach": True}, False),
         ({"foreach": False}, False),
     ]:
-        optimizer = AdamBMA(model.named_parameters(), **options)
-        train(model, optimizer, 1)
-        assert is_native(optimizer) == expected, options
+        taken.clear()
+        train(model, AdamBMA(model.named_parameters(), **options), 1)
+        assert is_native(taken) == expected, options
 
 
 @pytest.mark.parametrize(
@@ -550,7 +519,7 @@ def test_what_the_kernels_cannot_serve_is_an_error_with_fused_true(param, option
         AdamBMA([("w", nn.Parameter(param))], fused=True, **options)
 
 
-def test_what_they_cannot_serve_in_a_step_is_an_error_before_anything_changes():
+def test_what_they_cannot_serve_in_a_step_is_an_error_before_anything_changes(taken):
     params = new_params(shapes=[(3, 4), (4, 4)])
     optimizer = AdamBMA([("a", params[0]), ("b", params[1])], fused=True)
     set_gradients(params, 0)
@@ -561,34 +530,21 @@ def test_what_they_cannot_serve_in_a_step_is_an_error_before_anything_changes():
         optimizer.step()
     assert_same(snapshot(optimizer), before)
     optimizer.param_groups[0]["fused"] = None
+    taken.clear()
     optimizer.step()
-    assert [isinstance(part, native.Table) for part in parts_of(optimizer)] == [True, False]
+    assert [isinstance(one, kernels.Native) for one in taken] == [True, False]
 
 
-def test_parameters_that_share_memory_go_to_torch():
-    memory = torch.ones(10, dtype=torch.float64)
-    params = [nn.Parameter(memory[:6]), nn.Parameter(memory[4:]), nn.Parameter(torch.ones(3, dtype=torch.float64))]
-    optimizer = AdamBMA(params, partition="tensor")
-    set_gradients(params, 0)
-    optimizer.step()
-    assert [isinstance(part, native.Table) for part in parts_of(optimizer)] == [False, True]
-    assert native.overlapping([(0, memory), (1, memory[3:4]), (2, torch.ones(3))]) == {0, 1}
-    with pytest.raises(RuntimeError, match="it shares memory with another"):
-        optimizer.param_groups[0]["fused"] = True
-        optimizer._works.clear()
-        optimizer.step()
-
-
-def test_a_gradient_without_memory_never_reaches_a_kernel():
+def test_a_gradient_without_memory_never_reaches_a_kernel(taken):
     param = nn.Parameter(torch.zeros(3, 4))
-    optimizer = AdamBMA([param])
-    param.grad = torch.ones(3, 4)
-    optimizer.step()
-    before = snapshot(optimizer)
+    optimizer = AdamBMA([param], fused=True)
     param.grad = torch._efficientzerotensor(3, 4)
-    with pytest.raises(RuntimeError, match="A gradient has no memory of its own"):
+    with pytest.raises(RuntimeError, match="it has a gradient that is not stored as it is"):
         optimizer.step()
-    assert_same(snapshot(optimizer), before)
+    assert not optimizer.state
+    optimizer.param_groups[0]["fused"] = None
+    optimizer.step()
+    assert not is_native(taken)
 
 
 class Odd(torch.Tensor):
@@ -610,18 +566,42 @@ class Odd(torch.Tensor):
 def test_every_reason_is_named(spoil, reason):
     cut = TensorBlocks("p", (2, 3), "")
     p = torch.zeros(2, 3)
-    assert native.refusal(p, p, [p], cut) is None
-    assert native.refusal(*spoil(p), cut) == reason
+    assert kernels.why_not_native(p, p, [p], cut) is None
+    assert kernels.why_not_native(*spoil(p), cut) == reason
 
 
-def test_without_kernels_torch_serves_and_only_fused_true_says_so(monkeypatch, recwarn):
-    expected, _ = run("adam", foreach=False)
-    monkeypatch.setattr(native, "_kernels", None)
-    assert not native.is_available() and native.instructions() is None
-    found, optimizer = run("adam", foreach=None)
-    assert not any(isinstance(part, native.Table) for part in parts_of(optimizer))
-    for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("spoil", ["dtype", "shape", "strides", "device", "kind", "negative", "labels"])
+def test_whole_lists_are_refused_for_a_single_odd_tensor(spoil):
+    """`serve_all` says yes only where `why_not_native` has nothing to say."""
+    odd = {
+        "dtype": torch.zeros(2, 3).double(),
+        "shape": torch.zeros(2, 2),
+        "strides": torch.zeros(3, 2).T,
+        "device": torch.zeros(2, 3, device="meta"),
+        "kind": torch.zeros(2, 3).as_subclass(Odd),
+        "negative": torch._neg_view(torch.zeros(2, 3)),
+        "labels": torch.zeros(2, 3),
+    }[spoil]
+    cuts = [TensorBlocks("p", (2, 3), "", (0,))] * 3
+    lists = [[torch.zeros(2, 3) for _ in range(3)] for _ in range(4)]
+    assert kernels.serve_all(passes.Tensors(*lists, [1] * 3, cuts))
+    for place in range(1 if spoil == "negative" else 4):
+        if spoil == "labels":
+            cuts = [*cuts[:2], TensorBlocks("p", (2, 3), "", labels=torch.zeros(6, dtype=torch.int64))]
+        changed = [list(xs) for xs in lists]
+        changed[1 if spoil == "negative" else place][2] = odd
+        param, grad, first, second = (xs[2] for xs in changed)
+        assert not kernels.serve_all(passes.Tensors(*changed, [1] * 3, cuts))
+        assert kernels.why_not_native(param, grad, [first, second], cuts[2]) is not None
+
+
+def test_without_kernels_torch_serves_and_only_fused_true_says_so(monkeypatch, recwarn, taken):
+    expected, _ = run("adam", foreach=True)
+    monkeypatch.setattr(kernels, "_library", None)
+    assert not kernels.is_available() and kernels.instructions() is None
+    found, _ = run("adam", foreach=None)
+    assert not any(isinstance(one, kernels.Native) for one in taken)
+    assert_same(found, expected)
     assert not recwarn
     with pytest.raises(RuntimeError, match=r"^AdamBMA\(fused=True\) needs native kernels. .* Install a C\+\+ compiler"):
         make("adam", new_params(), fused=True)
@@ -629,26 +609,17 @@ def test_without_kernels_torch_serves_and_only_fused_true_says_so(monkeypatch, r
         AdaGradFull(new_params(shapes=[(2,)]), fused=True)
 
 
-def test_the_functions_themselves_take_lists_as_the_others_do():
+def test_the_passes_themselves_take_lists_as_the_others_do():
     rule = Rule(FORMS["balanced"], (0.9, 0.99), 1e-8, 0.1, False, 0.01)
-    lists = [new_params(shapes=[(3, 4), (5, 2)]) for _ in range(8)]
-    sums = []
-    for (params, grads, first, second), implementation in ((lists[:4], None), (lists[4:], passes.REFERENCE)):
-        tensors = passes.Tensors(
-            [p.data for p in params],
-            [g.data for g in grads],
-            [m.data for m in first],
-            [r.data.square_() for r in second],
-            [3, 3],
-            [TensorBlocks("p", tuple(p.shape), "", (0,)) for p in params],
-        )
-        chosen = implementation or passes.choose(tensors, None, True)
-        assert implementation or isinstance(chosen, passes.NATIVE)
-        sums.append(chosen.block_sums(rule, tensors).clone())
-        chosen.apply_(rule, tensors, sums[-1][0].contiguous(), [])
-    torch.testing.assert_close(sums[0], sums[1], rtol=1e-12, atol=1e-12)
-    for a, b in zip(lists[0] + lists[2] + lists[3], lists[4] + lists[6] + lists[7], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    tensors = passes.Tensors([torch.zeros(2)], [torch.zeros(4)[::2]], [], [torch.zeros(2)], [1], [tensors.cuts[0]])
-    with pytest.raises(RuntimeError, match="fused=True cannot be followed: a parameter has a gradient that has other"):
-        passes.choose(tensors, None, True)
+    lists, sums = [new_params(shapes=[(3, 4), (5, 2)]) for _ in range(12)], []
+    for k, implementation in enumerate((kernels.Native, passes.Foreach, Reference)):
+        params, grads, first, second = ([x.data for x in xs] for xs in lists[4 * k : 4 * k + 4])
+        cuts = [TensorBlocks("p", tuple(p.shape), "", (0,)) for p in params]
+        one = implementation(rule, passes.Tensors(params, grads, first, [r.square_() for r in second], [3, 3], cuts))
+        sums.append(torch.zeros(4, 8, dtype=torch.float64))
+        one.block_sums(sums[-1])
+        one.apply_(sums[-1][0].contiguous(), None)
+    for other in (1, 2):
+        torch.testing.assert_close(sums[0], sums[other], rtol=1e-12, atol=1e-12)
+        for a, b in zip(lists[:4], lists[4 * other : 4 * other + 4], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -299,6 +299,7 @@ class BlockMeanOptimizer(BaseOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it; we have no such option
         self.__dict__.setdefault("_partition", None)
         self._last = {}
         for layout in self._layouts:

@@ -9,7 +9,7 @@ take exactly the step of the principal submatrix without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from blockmean._linalg import LinAlgError, inverse_root_minus_identity, times
 from blockmean.blocks import TensorBlocks
 from blockmean.optim import kernels
 from blockmean.optim.base import GroupStep, State, require_state, shown_names
-from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep
+from blockmean.optim.block_mean import ANEW, BlockMeanOptimizer, BlockStep
 from blockmean.optim.forms import SMALLEST_LAMBDA, Form, Rule
 from blockmean.optim.kernels import CACHED_ENTRIES, Native, geometry_of, serve_all, why_not_native
 from blockmean.optim.layout import Component
@@ -180,6 +180,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             is_native = [True] * len(members)
             solves &= layout.longest_run <= CACHED_ENTRIES[second[0].dtype]
         else:
+            require_moments(work, self.entry_state)
             is_native = [bool(wanted) and self._is_served(work, tensors, j) for j in range(len(members))]
             solves &= all(is_native[j] and _is_short(cuts[j], work.params[j]) for j in range(corrected))
         counts = [cut.count for cut in cuts]
@@ -320,6 +321,15 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             own = n[component.blocks]
             own = part["energy"].sqrt() * (own > 0) if form.is_weighted else own
             yield component, normalised(part["U"], own, form.keeps_diagonal)
+
+
+def require_moments(work: BlockStep, names: Sequence[str]) -> None:
+    """Raise unless all moments are there, and as large as their parameters."""
+    for name in names:
+        for x, param, member in zip(work.moments(name), work.params, work.members, strict=True):
+            if x is None or x.shape != param.shape:
+                what = f"{name!r} of {shown_names(work.group)[member.tensor]}"
+                raise ValueError(f"The state {what} is missing or has another shape than its parameter. {ANEW}")
 
 
 def _is_short(cut: TensorBlocks, param: Tensor) -> bool:

@@ -116,8 +116,7 @@ def serve_all(tensors: Tensors) -> bool:
     return (
         bool(params)
         and PLAIN.issuperset(map(type, every))
-        and params[0].is_cpu  # then all are, and so are gradients
-        and all(map(attrgetter("is_cpu"), moments))
+        and all(map(attrgetter("is_cpu"), every))
         and all(map(Tensor.is_contiguous, every))
         and set(map(attrgetter("dtype"), [*params, *grads])) == {params[0].dtype}
         and set(map(attrgetter("dtype"), moments)) == {ARITHMETIC.get(params[0].dtype)}
@@ -176,6 +175,7 @@ class Native:
     """
 
     def __init__(self, rule: Rule, tensors: Tensors, *, by_block: bool = False) -> None:
+        self.by_block = by_block
         betas = rule.betas or (0.0, 0.0)
         if not rule.form.corrects:
             sums = GRADIENT
