@@ -41,8 +41,8 @@ def csv_writer(file):
 
 
 torch.manual_seed(0)
-teacher = nn.Linear(32, 8).requires_grad_(False)
-model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8))
+teacher = nn.Linear(32, 10).requires_grad_(False)
+model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10))
 optimizer = Anova(model.named_parameters(), lr=3e-3)
 path = Path(sys.argv[1] if len(sys.argv) > 1 else "log.csv")
 with path.open("w", newline="") as file:

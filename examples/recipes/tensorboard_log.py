@@ -19,7 +19,7 @@ folder = sys.argv[1] if len(sys.argv) > 1 else "runs"
 
 def train(optimizer, model, writer):
     """200 steps towards a random network, with the loss in TensorBoard."""
-    teacher = nn.Linear(32, 8).requires_grad_(False)
+    teacher = nn.Linear(32, 10).requires_grad_(False)
     for step in range(1, 201):
         x = torch.rand(64, 32)
         loss = nn.functional.mse_loss(model(x), teacher(x))
@@ -43,12 +43,12 @@ def write_shares(writer, every):
 
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8))
+model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10))
 optimizer = AdamBMA(model.named_parameters(), lr=3e-3)
 with SummaryWriter(f"{folder}/AdamBMA") as writer, CouplingRecorder(optimizer, every=50, writer=writer):
     train(optimizer, model, writer)
 
-model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8))
+model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10))
 optimizer = Anova(model.named_parameters(), lr=3e-3)
 with SummaryWriter(f"{folder}/Anova") as writer:
     optimizer.register_step_post_hook(write_shares(writer, every=50))

@@ -25,7 +25,7 @@ def _close_figures():
 
 def trained(**options) -> Anova:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(32, 6))
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 12, 3), torch.nn.Flatten(), torch.nn.Linear(48, 10))
     optimizer = Anova(model.named_parameters(), **options)
     for _ in range(3):
         optimizer.zero_grad()
@@ -130,7 +130,7 @@ def test_labels_without_room_are_left_out():
 
 
 def test_what_has_no_means_is_refused():
-    param = torch.zeros(6, 5, requires_grad=True)
+    param = torch.zeros(12, 10, requires_grad=True)
     with pytest.raises(ValueError, match=r"plot.shares: no matrix has means yet. Take a step first, with means='auto'"):
         plot.shares(Anova([param]))
     with pytest.raises(TypeError, match=r"AdamBMA has matrices between blocks instead. plot.coupling\(optimizer\)"):
@@ -142,7 +142,7 @@ def test_what_has_no_means_is_refused():
 
 @pytest.mark.parametrize("steps", [False, True])
 def test_pictures_of_matrices_between_blocks_refuse_anova_and_name_the_right_function(steps):
-    optimizer = trained() if steps else Anova([torch.zeros(6, 5, requires_grad=True)])
+    optimizer = trained() if steps else Anova([torch.zeros(12, 10, requires_grad=True)])
     for draw in (plot.coupling, plot.correlation, plot.CouplingRecorder):
         with pytest.raises(TypeError, match=r"Anova has means instead. plot.shares\(optimizer\) draws them"):
             draw(optimizer)

@@ -351,7 +351,7 @@ class Anova(BaseOptimizer):
         >>> optimizer = Anova(layer.named_parameters(), means=1)
         >>> layer(torch.ones(8)).sum().backward()  # a gradient of ones is its own mean
         >>> optimizer.step()
-        >>> [(matrix.parameter, round(matrix.shares.grand, 6)) for matrix in optimizer.block_statistics()]
+        >>> [(matrix.parameter, round(matrix.shares.grand, 4)) for matrix in optimizer.block_statistics()]
         [('weight', 1.0)]
         """
         found, rests = [], []

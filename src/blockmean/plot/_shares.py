@@ -48,9 +48,9 @@ def shares(
         title: above the legend.
 
     >>> import torch
-    >>> layer = torch.nn.Linear(8, 4)
+    >>> layer = torch.nn.Linear(12, 10)
     >>> optimizer = Anova(layer.named_parameters())
-    >>> layer(torch.ones(8)).sum().backward()
+    >>> layer(torch.ones(12)).sum().backward()
     >>> optimizer.step()
     >>> [label.get_text() for label in shares(optimizer).get_yticklabels()]
     ['weight']
