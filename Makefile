@@ -7,7 +7,7 @@ READY := .venv/.ready
 # (`xdist_group`) run in the same worker.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
-.PHONY: setup test test-all check lint wheel instructions sanitize avx512 reproduce docs site clean
+.PHONY: setup test test-all check lint wheel sanitize avx512 reproduce docs site clean
 
 setup: $(READY)
 
@@ -23,7 +23,7 @@ test: lint
 
 test-all: lint
 	$(PYTEST) -m ''
-	$(MAKE) instructions sanitize avx512
+	$(MAKE) sanitize avx512
 
 check: lint
 	$(PYTEST) -m 'not slow and not packaging and not study'
@@ -37,20 +37,13 @@ lint: $(READY)
 wheel: $(READY)
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
-# The kernels with the instruction sets of this machine that are not its best.
-instructions: $(READY)
-	for set in plain avx2; do \
-		BLOCKMEAN_INSTRUCTIONS=$$set $(BIN)/python -c 'from blockmean.optim import kernels' 2> /dev/null || continue; \
-		BLOCKMEAN_INSTRUCTIONS=$$set $(PYTEST) tests/optim/test_native.py tests/optim/test_native_anova.py || exit 1; \
-	done
-
 # The kernels with AddressSanitizer and UndefinedBehaviorSanitizer, in a copy of the package; leaks are Python's own.
 sanitize: $(READY)
 	rm -rf build/sanitize && mkdir -p build/sanitize
 	cp -r src setup.py pyproject.toml README.md LICENSE build/sanitize
 	cd build/sanitize && rm -f src/blockmean/optim/kernels/*.so && BLOCKMEAN_SANITIZE=1 $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		PYTHONPATH=build/sanitize/src OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -x tests/optim/test_native.py tests/optim/test_native_anova.py \
+		PYTHONPATH=build/sanitize/src OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -x tests/optim/test_native.py \
 		-k 'not fork'
 
 # The AVX-512 kernels on a processor without it, their instructions lane by lane, in a copy of the package.
@@ -58,7 +51,7 @@ avx512: $(READY)
 	rm -rf build/avx512 && mkdir -p build/avx512
 	cp -r src setup.py pyproject.toml README.md LICENSE build/avx512
 	cd build/avx512 && rm -f src/blockmean/optim/kernels/*.so && BLOCKMEAN_STAND_IN=$(CURDIR)/tests/support/avx512.h $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
-	PYTHONPATH=build/avx512/src BLOCKMEAN_INSTRUCTIONS=avx512 OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -x tests/optim/test_native.py tests/optim/test_native_anova.py \
+	PYTHONPATH=build/avx512/src BLOCKMEAN_INSTRUCTIONS=avx512 OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -x tests/optim/test_native.py \
 		tests/optim/test_passes.py tests/optim/test_adam.py tests/optim/test_adagrad.py
 
 reproduce: $(READY)

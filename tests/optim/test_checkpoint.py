@@ -342,28 +342,6 @@ def test_a_coupling_that_the_optimizer_cannot_have_is_refused_when_loading():
     assert_same(snapshot(other), before)
 
 
-def test_a_coupling_changed_by_hand_needs_fresh_statistics():
-    model = Net()
-    optimizer = AdaGradBMA(model.parameters(), partition="unit", refresh_every=2)
-    train(model, optimizer, 2)
-    before = snapshot(optimizer)
-    for wrong, message in [
-        ("none", "were coupled with others .* Delete 'U' from the states"),
-        ("some", "must be one of 'all', 'module'"),
-    ]:
-        for _ in range(2):  # the second attempt fails too
-            optimizer.param_groups[0]["coupling"] = wrong
-            with pytest.raises(ValueError, match=message):
-                train(model, optimizer, 1)
-            optimizer.param_groups[0]["coupling"] = "all"
-            assert_same(snapshot(optimizer), before)
-    optimizer.param_groups[0]["coupling"] = "none"
-    for param in model.parameters():
-        optimizer.state[param].pop("U", None)
-    train(model, optimizer, range(2, 4))
-    assert optimizer.state[model.conv.weight]["U"].shape == (2,)
-
-
 def test_a_checkpoint_of_another_class_is_refused_before_anything_changes():
     param = torch.zeros(4, 3, requires_grad=True)
     adagrad = AdaGradBMA([param], variant="weighted", partition="unit", coupling="none", eigenvalue_floor=1.0)

@@ -1,6 +1,6 @@
-"""The kernels for other instruction sets than the best one of this machine.
+"""The choice of an instruction set, and kernels for processors that the tests do not run on.
 
-`make instructions` runs the tests of the kernels with each of them.
+test_native.py has the steps of every instruction set that this machine can run.
 """
 
 import os
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from blockmean.optim import native
+from blockmean.optim import kernels
 
 ROOT = Path(__file__).parents[2]
-NATIVE = ROOT / "src" / "blockmean" / "optim" / "native"
+KERNELS = ROOT / "src" / "blockmean" / "optim" / "kernels"
 EMULATOR = shutil.which("qemu-aarch64")
 
 
@@ -29,14 +29,14 @@ def python(*arguments, instructions, timeout=600):
     )
 
 
-needs_kernels = pytest.mark.skipif(not native.is_available(), reason="the kernels were not built")
+needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="the kernels were not built")
 
 
 @needs_kernels
 def test_the_environment_chooses_the_instruction_set():
-    show = "from blockmean.optim import native; print(native.instructions())"
+    show = "from blockmean.optim import kernels; print(kernels.instructions())"
     assert python("-c", show, instructions="plain").stdout.strip() == "plain"
-    assert python("-c", show, instructions="").stdout.strip() == native.instructions()
+    assert python("-c", show, instructions="").stdout.strip() == kernels.instructions()
     failed = python("-c", show, instructions="sse9")
     assert failed.returncode and "BLOCKMEAN_INSTRUCTIONS=sse9 is not among what this machine can run: " in failed.stderr
     assert "plain." in failed.stderr
@@ -54,22 +54,22 @@ def flags():
 @pytest.mark.packaging
 @pytest.mark.parametrize("target", ["this machine", "aarch64"])
 def test_the_plain_kernels_agree_with_loops(target, tmp_path):
-    """All that does not need Python's headers; passes over a few rows against plain loops in double, under qemu."""
+    """The whole library, which needs no headers of Python; a few rows against plain loops in double, under qemu."""
     compiler = shutil.which("aarch64-linux-gnu-g++" if target == "aarch64" else "g++")
     if compiler is None:
         pytest.skip(f"no compiler for {target}")
     known = flags()
     objects = []
-    for source in [*known["KERNELS"], "pool.cpp", "solve.cpp"]:
+    for source in [*known["KERNELS"], *known["REST"]]:
         out = tmp_path / f"{source}.o"
-        more = known["KERNELS"].get(source, [])
-        command = [compiler, *known["FLAGS"], *more, "-Werror", "-DVARIANT=plain", "-c", NATIVE / source, "-o", out]
+        macros = ["-DVARIANT=plain", "-DONLY_PLAIN"]
+        command = [compiler, *known["FLAGS"], *macros, "-Werror", "-c", KERNELS / source, "-o", out]
         subprocess.run(command, check=True, timeout=300)
         objects.append(out)
     program = tmp_path / "check"
     check = Path(__file__).with_name("kernels_check.cpp")
     subprocess.run(
-        [compiler, "-std=c++17", "-O1", "-static", f"-I{NATIVE}", check, *objects, "-pthread", "-o", program],
+        [compiler, "-std=c++17", "-O1", "-static", f"-I{KERNELS}", check, *objects, "-pthread", "-o", program],
         check=True,
         timeout=300,
     )

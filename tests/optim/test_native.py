@@ -59,14 +59,16 @@ def run(form, dtype=torch.float64, steps=3, shapes=SHAPES, **changes):
 def taken(monkeypatch):
     """The implementations of the passes that steps have taken, in order."""
     found = []
-    for name in ("Native", "Foreach"):
-        made = getattr(correction, name)
 
-        def record(*args, made=made, **options):
-            found.append(made(*args, **options))
-            return found[-1]
+    def recording(cls):
+        def init(self, *args, **options):
+            cls.__init__(self, *args, **options)
+            found.append(self)
 
-        monkeypatch.setattr(correction, name, record)
+        return type(cls.__name__, (cls,), {"__init__": init})
+
+    for cls in (kernels.Native, passes.Foreach):
+        monkeypatch.setattr(correction, cls.__name__, recording(cls))
     return found
 
 

@@ -105,6 +105,7 @@ class AdaGradFull(BlockMeanOptimizer):
         """The gradient itself: every entry is a block."""
         group, grads = work.group, [torch.zeros(0, device=work.device)]
         for param, grad in zip(work.params, work.grads, strict=True):
+            assert grad is not None  # no two tensors share an entry
             g = grad.to(arithmetic(param.dtype))
             g = -g if group["maximize"] else g
             grads.append(g.add(param, alpha=group["weight_decay"]).flatten())

@@ -274,7 +274,8 @@ class BlockMeanOptimizer(BaseOptimizer):
         for name, made in (("partition", layout.partition), ("coupling", layout.coupling)):
             if group.get(name, made) != made and not (is_loaded and name == "coupling"):
                 raise ValueError(
-                    f"The {name!r} of a parameter group of {owner} was {made!r} when it was added, and cannot change. {ANEW}"
+                    f"The {name!r} of a parameter group of {owner} was {made!r} when it was added, and cannot change. "
+                    + ANEW
                 )
         if len(params) == len(layout.params) and all(map(is_, params, layout.params)):
             return layout

@@ -198,10 +198,11 @@ class CorrectedOptimizer(BlockMeanOptimizer):
 
     def _is_served(self, work: BlockStep, tensors: Tensors, j: int) -> bool:
         """Whether C++ takes a tensor; an error if it cannot and has to."""
-        param, grad, first, second, _, cut = (xs[j] if xs else None for xs in tensors)
+        grad = work.grads[j]
         if grad is None or not kernels.is_available():
             return False
-        reason = why_not_native(param, grad, [x for x in (first, second) if x is not None], cut)
+        moments = [tensors.second[j], *(xs[j] for xs in (tensors.first,) if xs)]
+        reason = why_not_native(work.params[j], grad, moments, tensors.cuts[j])
         if reason and work.group["fused"]:
             raise RuntimeError(self._cannot_serve(work.group, work.members[j].tensor, reason))
         return reason is None
@@ -226,14 +227,10 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             c, kappa = (None if x is None else work.in_order_of_members(x) for x in self._solve(work, plan.rule))
         good = True
         for part in plan.parts:
-            if part.corrects and plan.by_block:
-                owners = zip(work.members, work.own, strict=True)
-                found = [
-                    own_statistics(work.layout, m.tensor, state)
-                    for m, state in owners
-                    if m.tensor in work.layout.component_of
-                ]
-                good = part.passes.solve_and_apply_(*zip(*found, strict=True), plan.columns[:, part.columns])
+            if isinstance(part.passes, Native) and part.passes.by_block:
+                owners = [member.tensor for member in work.members[: len(part.passes)]]
+                U, energy = own_statistics(work.layout, owners, work.own)
+                good = part.passes.solve_and_apply_(U, energy, plan.columns[:, part.columns])
                 lengths = work.assembled(plan.columns)
                 self._last[work.number] = lengths[2], lengths[3]
             elif part.corrects:

@@ -1,7 +1,7 @@
 """The two passes of a step over lists of tensors: block sums, which only read, and the update.
 
-Here with torch's `_foreach_*` operations, in `kernels` in C++. The first pass hands over one small array, with a row per
-kind of sum and a column per block:
+Here with torch's `_foreach_*` operations, in `kernels` in C++. The first pass hands over one small array, with a row
+per kind of sum and a column per block:
 
     rows of "paper"        u = Σ g,  Σ z
     rows of "consistent"   u,  Σ z,  Σ w g

@@ -131,12 +131,16 @@ def scatter(
         taking[i]["blocks"] = layout.place(i)
 
 
-def own_statistics(layout: Layout, i: int, state: State) -> tuple[Tensor, Tensor]:
-    """U and the energy of the blocks of a tensor that are coupled with none, which begin at 0 if they are missing."""
-    if not {"blocks", "U", "energy"} <= state.keys():
-        zeros = torch.zeros(2, layout.counts[i], dtype=torch.float64, device="cpu")
-        state.update(U=zeros[0].clone(), energy=zeros[1].clone(), blocks=layout.place(i))
-    return state["U"], state["energy"]
+def own_statistics(
+    layout: Layout, tensors: Sequence[int], states: Sequence[State]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """U and the energy of tensors whose blocks are coupled with none, which begin at 0 if they are missing."""
+    for i, state in zip(tensors, states, strict=False):
+        if "U" not in state or "energy" not in state or "blocks" not in state:
+            zeros = torch.zeros(2, layout.counts[i], dtype=torch.float64, device="cpu")
+            state.update(U=zeros[0].clone(), energy=zeros[1].clone(), blocks=layout.place(i))
+    own = states[: len(tensors)]
+    return [state["U"] for state in own], [state["energy"] for state in own]
 
 
 def check_places(layout: Layout, states: Mapping[int, State], names: Sequence[str], remedy: str) -> None:

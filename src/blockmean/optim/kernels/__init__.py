@@ -83,7 +83,9 @@ def load() -> ctypes.CDLL | None:
     library.blockmean_instructions.restype = ctypes.c_char_p
     wanted = os.environ.get("BLOCKMEAN_INSTRUCTIONS") or None
     if library.blockmean_instructions(wanted and wanted.encode()) is None:
-        raise ImportError(f"BLOCKMEAN_INSTRUCTIONS={wanted} is not among what this machine can run.")
+        able = [name for name in ("avx512", "avx2", "plain") if library.blockmean_instructions(name.encode())]
+        text = f"BLOCKMEAN_INSTRUCTIONS={wanted} is not among what this machine can run: {', '.join(able)}."
+        raise ImportError(text)
     return library
 
 
@@ -198,6 +200,9 @@ class Native:
         ]
         addresses = [column.buffer_info()[0] if column else None for column in self._columns]
         self._tensors = CTensors(count, *addresses)
+
+    def __len__(self) -> int:
+        return len(self._params)
 
     def block_sums(self, out: Tensor) -> bool:
         """Pass 1: the rows of passes.py for the blocks of all tensors in order, in float64. Whether they are finite."""

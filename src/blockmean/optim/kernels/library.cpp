@@ -33,7 +33,7 @@ struct Variant {
 const std::vector<Variant>& variants() {
     static const std::vector<Variant> all = [] {
         std::vector<Variant> found;
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(ONLY_PLAIN)
         __builtin_cpu_init();
 #if defined(STAND_IN)  // tests/support/avx512.h
         const bool avx512 = true;
