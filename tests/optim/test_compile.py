@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from blockmean import AdaGradBMA, AdamBMA, Anova
-from blockmean.optim import parts, passes
+from blockmean import AdaGradBMA, AdamBMA
+from blockmean.optim import passes
 from support.optimizers import set_gradients
 
 STEPS = 6
@@ -28,14 +28,13 @@ def backend():
 
 
 def compile_passes(monkeypatch, backend):
-    """Compile both passes, and Anova's step. A graph break is an error (fullgraph=True)."""
+    """Compile both passes. A graph break is an error (fullgraph=True)."""
 
     def compiled(function):
         return torch.compile(function, backend=backend, fullgraph=True)
 
-    for name in ("REFERENCE", "FOREACH"):
-        monkeypatch.setattr(passes, name, passes.Passes(*map(compiled, getattr(passes, name))))
-    monkeypatch.setattr(parts, "apply_", compiled(parts.apply_))
+    for name in ("_block_sums", "_apply_"):
+        monkeypatch.setattr(passes, name, compiled(getattr(passes, name)))
 
 
 def train(make, shapes, backend, late=False):
@@ -66,20 +65,12 @@ def assert_compiles(make, shapes, backend, monkeypatch, **options):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("form", OPTIONS)
-def test_both_passes_are_whole_graphs_that_serve_every_step(form, foreach, backend, monkeypatch):
+def test_both_passes_are_whole_graphs_that_serve_every_step(form, backend, monkeypatch):
     cls, options = OPTIONS[form]
-    assert_compiles(lambda p: cls(p, foreach=foreach, **options), [(4, 3), (5,)], backend, monkeypatch)
+    assert_compiles(lambda p: cls(p, foreach=True, **options), [(4, 3), (5,)], backend, monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_step_counts_may_differ(backend, monkeypatch):
     assert_compiles(lambda p: AdamBMA(p, foreach=True), [(4, 3), (3, 2)], backend, monkeypatch, late=True)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_anova_is_a_whole_graph_in_every_kind_of_step(backend, monkeypatch):
-    """The first step, in which the means begin, steps in which U and V turn, and those in which they do not."""
-    make = lambda p: Anova(p, fused=False, means=2, refresh_every=2)  # noqa: E731
-    assert_compiles(make, [(6, 5), (6, 5)], backend, monkeypatch)
