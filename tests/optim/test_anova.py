@@ -192,11 +192,11 @@ def test_the_means_find_the_directions_that_gradients_share():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(16, 40), (40, 16)])
-def test_weights_stay_orthonormal_over_ten_thousand_steps_in_float32(shape):
+def test_weights_stay_orthonormal_over_three_thousand_steps_in_float32(shape):
     param = parameter(shape, dtype=torch.float32)
     optimizer = Anova([param], means=8, lr=1e-3)
     worst = 0.0
-    for t, grad in enumerate(gradients(shape, 10_000, dtype=torch.float32)):
+    for t, grad in enumerate(gradients(shape, 3_000, dtype=torch.float32)):
         param.grad = grad * (1e-6 if t % 1000 < 300 else 1.0)  # long stretches of small gradients
         optimizer.step()
         if t % 50 == 0:

@@ -253,3 +253,37 @@ def test_a_clamped_adam_is_no_other_adam():
     assert 1.8 < adam_bound(0.98, 0.95, 10_000) < 1.9  # β₁² > mean_beta: cut where the momentum forgets
     assert adam_bound(0.98, 0.95, 10_000) == adam_bound(0.98, 0.95, 150) > adam_bound(0.98, 0.95, 149)
     assert adam_bound(0.5, 0.25, 3) == pytest.approx(adam_bound(0.5, 0.25 + 1e-9, 3))
+
+
+# ---------------------------------------------------------------- checkpoints of others
+
+
+def test_adamw_refuses_a_checkpoint_of_anova():
+    """`exp_avg` means the same in both; there is no `exp_avg_sq` that AdamW could take for its own."""
+    param = nn.Parameter(torch.zeros(12, 10))
+    optimizer = Anova([param])
+    steps_of(optimizer, param, noise((12, 10), 2))
+    adamw = torch.optim.AdamW([param])
+    adamw.load_state_dict(optimizer.state_dict())
+    with pytest.raises(KeyError, match="exp_avg_sq"):
+        adamw.step()
+
+
+def test_checkpoints_of_the_first_form_are_refused_in_words():
+    param = nn.Parameter(torch.zeros(12, 10))
+    optimizer = Anova([param])
+    steps_of(optimizer, param, noise((12, 10), 2))
+    saved = optimizer.state_dict()
+    zeros = {name: torch.zeros(12, 10) for name in ("exp_avg", "exp_avg_sq", "units", "inputs")}
+    saved["state"][0] = {"step": torch.tensor(2.0), "began": torch.tensor(0.0), **zeros}
+    with pytest.raises(ValueError, match=r"first form, .* learning rates meant something else there"):
+        Anova([param]).load_state_dict(saved)
+
+
+def test_the_options_of_an_adamw_configuration_are_accepted_where_they_are_false():
+    param = nn.Parameter(torch.zeros(12, 10))
+    Anova([param], amsgrad=False, capturable=False, differentiable=False)
+    Anova([{"params": [param], "fused": True, "foreach": False}])  # as torchtitan's container sets them
+    for name in ("amsgrad", "capturable", "differentiable"):
+        with pytest.raises(ValueError, match=f"The '{name}' parameter of Anova must be False"):
+            Anova([param], **{name: True})

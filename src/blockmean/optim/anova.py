@@ -168,17 +168,20 @@ class Anova(BaseOptimizer):
         self._check_decays(group)
 
     def _check_decays(self, group: dict[str, Any]) -> None:
-        """Raise unless the options that a step divides by, or takes roots with, are in range."""
-        owner, means, every = type(self).__name__, group["means"], group["refresh_every"]
-        require_betas(group["betas"], owner)
-        require_number(group["mean_beta"], "mean_beta", owner)
-        require(group["mean_beta"] < 1, "mean_beta", owner, "below 1", group["mean_beta"])
-        whole = isinstance(every, int) and not isinstance(every, bool)
-        require(whole and every >= 1, "refresh_every", owner, "a whole number >= 1", every)
+        """Raise unless the options that a step divides by, or takes roots with, are in range. Called in every step."""
+        betas, mean_beta, every, means = (group[name] for name in ("betas", "mean_beta", "refresh_every", "means"))
         counts = means if isinstance(means, tuple | list) else (means, means)
-        whole = all(isinstance(k, int) and not isinstance(k, bool) and k >= 0 for k in counts)
-        expected = "'auto', a whole number >= 0, or two of them (units, inputs)"
-        require(means == "auto" or (whole and len(counts) == 2), "means", owner, expected, means)
+        whole = all(type(k) is int and k >= 0 for k in counts) and len(counts) == 2
+        owner = type(self).__name__
+        if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)):
+            require_betas(betas, owner)
+        if not (isinstance(mean_beta, int | float) and 0 <= mean_beta < 1):
+            require_number(mean_beta, "mean_beta", owner)
+            require(False, "mean_beta", owner, "below 1", mean_beta)
+        if not (type(every) is int and every >= 1):
+            require(False, "refresh_every", owner, "a whole number >= 1", every)
+        if not (means == "auto" or whole):
+            require(False, "means", owner, "'auto', a whole number >= 0, or two of them (units, inputs)", means)
 
     # ---------------------------------------------------------------- state
 
@@ -207,23 +210,11 @@ class Anova(BaseOptimizer):
             )
         wanted = {}
         for i, state in states.items():
-            has_means = means_of(params[i].shape, group["means"]) != (0, 0)
-            wanted[i] = ("exp_avg",) if has_means else ("exp_avg", "exp_avg_sq")
-            self._require_means({**group, "params": current["params"]}, i, params[i], state)
+            asked = means_of(params[i].shape, group["means"])
+            wanted[i] = ("exp_avg",) if any(asked) else ("exp_avg", "exp_avg_sq")
+            if "unit_basis" in state and (state["unit_basis"].shape[1], state["input_basis"].shape[0]) != asked:
+                raise ValueError(other_means({**group, "params": current["params"]}, i, state, asked, owner))
         require_state(current, states, wanted, owner)
-
-    def _require_means(self, group: dict[str, Any], i: int, param: Tensor, state: State) -> None:
-        """Raise if a state has means, and not as many as the options say."""
-        if "unit_basis" not in state:
-            return
-        kept = state["unit_basis"].shape[-1], state["input_basis"].shape[0]
-        asked = means_of(param.shape, group["means"])
-        if kept != asked:
-            raise ValueError(
-                f"{shown_names(group)[i]} has {kept[0]} means over units and {kept[1]} over inputs, and "
-                f"means={group['means']!r} asks for {asked[0]} and {asked[1]}. Construct {type(self).__name__} anew to "
-                "change them."
-            )
 
     def adopt(self, param: Tensor, name: str, value: Tensor) -> Tensor:
         if name not in MEANS:
@@ -237,24 +228,27 @@ class Anova(BaseOptimizer):
         """Pass 1: thin products of every matrix, squared lengths of all other gradients."""
         group, params = step.group, step.params
         self._check_decays(group)  # set by hand, perhaps, or by a schedule
-        matrices = [i for i in step.grads if means_of(params[i].shape, group["means"]) != (0, 0)]
-        plain = [i for i in step.grads if i not in matrices]
+        plain: list[int] = []
+        matrices: list[int] = []
         for i, state in step.states.items():
             if state["exp_avg"].shape != params[i].shape:
                 raise ValueError(
                     f"{type(self).__name__} has moments of shape {tuple(state['exp_avg'].shape)} for "
                     f"{shown_names(group)[i]}. Construct the optimizer anew."
                 )
-            self._require_means(group, i, params[i], state)
-            if i in matrices and "unit_basis" not in state:
+            asked = means_of(params[i].shape, group["means"])
+            (matrices if any(asked) else plain).append(i)
+            if "unit_basis" not in state and any(asked):
                 step.states[i] = self._with_means(params[i], group, state)
+            elif "unit_basis" in state and (state["unit_basis"].shape[1], state["input_basis"].shape[0]) != asked:
+                raise ValueError(other_means(group, i, state, asked, type(self).__name__))
         batches = batches_of(step, matrices)
         for batch in batches:
             means = batch.matrices.means
             batch.products = project(batch.matrices.G, means.U, means.V)
         lengths = [torch.linalg.vector_norm(step.grads[i], dtype=arithmetic(params[i].dtype)).square() for i in plain]
         step.evidence = [*(batch.products.total for batch in batches), *lengths]
-        step.sums = sharded_sums(step, batches)
+        step.sums = sharded_sums(step, batches) if step.is_sharded else []
         step.work = plain, batches
 
     def write(self, steps: list[GroupStep]) -> None:
@@ -264,11 +258,13 @@ class Anova(BaseOptimizer):
         batches = [batch for step in steps for batch in step.work[1]]
         starting = [batch for batch in batches if batch.matrices.numbers.age == 1]
         batches = [*starting, *(batch for batch in batches if batch.matrices.numbers.age > 1)]
-        self._start(starting)
+        if starting:
+            self._start(starting)
         due = [batch for batch in batches if batch.matrices.numbers.refreshes]
         found = [sketch(b.matrices.G, b.matrices.means.U, b.matrices.means.V, b.products) for b in batches]
         awake = [waking(batch.matrices) for batch in due]
-        sharding.reduce(over_processes(batches, sums_of(found)) + over_processes(due, sums_of(awake)))
+        if any(step.is_sharded for step in steps):
+            sharding.reduce(over_processes(batches, sums_of(found)) + over_processes(due, sums_of(awake)))
         for batch, sketches in zip(batches, found, strict=True):
             update_moments_(batch.matrices, batch.products, sketches)
         if starting:
@@ -314,8 +310,6 @@ class Anova(BaseOptimizer):
 
     def _start(self, batches: list[Batch]) -> None:
         """Let means start in this step, unless a gradient is zero: nothing can be learned from it."""
-        if not batches:
-            return
         reduce, matrices = reducer(batches), [batch.matrices for batch in batches]
         start_(matrices, reduce)
         products = [project(m.G, m.means.U, m.means.V) for m in matrices]
@@ -363,3 +357,12 @@ class Anova(BaseOptimizer):
                     found.append((number, name or f"param{i}", param, state, group))
         sharding.reduce(rests)
         return [mean_statistics(*one, float(rest.value)) for one, rest in zip(found, rests, strict=True)]
+
+
+def other_means(group: dict[str, Any], i: int, state: State, asked: tuple[int, int], owner: str) -> str:
+    """Why a state does not fit."""
+    return (
+        f"{shown_names(group)[i]} has {state['unit_basis'].shape[1]} means over units and "
+        f"{state['input_basis'].shape[0]} over inputs, and means={group['means']!r} asks for {asked[0]} and "
+        f"{asked[1]}. Construct {owner} anew to change them."
+    )

@@ -45,6 +45,7 @@ class GroupStep:
     sums: list[Sum] = field(default_factory=list)  # set by `read`, of the same shapes in every step
     evidence: list[Tensor] = field(default_factory=list)  # set by `read`: finite if the gradients are
     work: Any = None  # what `read` hands on to `write`
+    is_sharded: bool = False  # whether other processes may have parts of its parameters
 
 
 class BaseOptimizer(Optimizer):
@@ -132,13 +133,15 @@ class BaseOptimizer(Optimizer):
         """Both passes over all groups. Not traced by torch.compile: the check for bad gradients branches on values."""
         steps: list[GroupStep] = []
         failure: Exception | None = None
-        processes = process_groups(self)
+        processes: list[Any] = []
         try:
             found = [collect(self, number) for number in range(len(self.param_groups))]
             steps = [step for step in found if step is not None]
+            processes = process_groups(self) if any(step.is_sharded for step in steps) else []
             for step in steps:
                 self.read(step)
         except Exception as error:
+            processes = process_groups(self)
             if not processes:
                 raise
             steps, failure = [], error  # the other processes are waiting
@@ -256,7 +259,8 @@ def collect(optimizer: BaseOptimizer, number: int) -> GroupStep | None:
     group = optimizer.param_groups[number]
     params = distinct(group)
     grads = {i: grad for i, param in enumerate(params) if (grad := local_gradient(param)) is not None}
-    if not grads and not any(map(sharding.is_distributed, params)):
+    is_sharded = any(map(sharding.is_distributed, params))
+    if not grads and not is_sharded:
         return None
     owner = type(optimizer).__name__
     for i, grad in grads.items():
@@ -272,7 +276,7 @@ def collect(optimizer: BaseOptimizer, number: int) -> GroupStep | None:
             f"Got {' and '.join(sorted(map(str, devices)))}. Put them into separate parameter groups."
         )
     states = {i: state_of(optimizer, params[i], group) for i in grads}
-    return GroupStep(number, group, params, grads, states)
+    return GroupStep(number, group, params, grads, states, is_sharded=is_sharded)
 
 
 def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> State:

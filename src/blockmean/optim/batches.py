@@ -107,7 +107,8 @@ def batches_of(step: GroupStep, matrices: Sequence[int]) -> list[Batch]:
         count = int(state["step"]) + 1
         age = count - int(state["means_start_step"])
         alone = i if param.device.type == "cpu" and param.numel() > SMALL else -1
-        kind = param.shape, param.dtype, sharding.placement_of(param), alone, count, age
+        placement = sharding.placement_of(param) if step.is_sharded else None
+        kind = param.shape, param.dtype, placement, alone, count, age
         together.setdefault(kind, []).append(i)
     return [_batch(step, indices, *kind[-2:]) for kind, indices in together.items()]
 
@@ -121,15 +122,17 @@ def _batch(step: GroupStep, indices: list[int], count: int, age: int) -> Batch:
     (V, Y, UM), (U, X, MV, v_E) = (s[name].flatten(2) for name in INPUT_STATE), (s[name] for name in UNIT_STATE)
     v = Squares(s["grand_sq"], s["unit_sq"], s["input_sq"], v_E)
     beta1, beta2 = group["betas"]
+    mean_beta = group["mean_beta"]
     numbers = Numbers(
         beta1,
-        beta2,
-        group["mean_beta"],
+        (mean_beta, mean_beta, mean_beta, beta2),
         float(group["lr"]),
         group["weight_decay"],
         group["eps"],
         count,
         age,
+        1 - beta1**count,
+        (1 - mean_beta**age, 1 - mean_beta**age, 1 - mean_beta**age, 1 - beta2**count),
         refreshes=age % group["refresh_every"] == 0,
     )
     matrices = Matrices(
@@ -137,10 +140,11 @@ def _batch(step: GroupStep, indices: list[int], count: int, age: int) -> Batch:
         s["exp_avg"].view(G.shape),
         Means(U, V.mT, X, Y.mT, s["grand_avg"], MV, UM, v, s["variance"], s["step_factor"]),
         (first.shape[0], first.shape[1:].numel()),
-        places_of(first),
+        places_of(first) if step.is_sharded else (Place(), Place()),
         numbers,
     )
-    return Batch(indices, [local(step.params[i]) for i in indices], states, s, matrices, sharding.sides_of(first))
+    sides = sharding.sides_of(first) if step.is_sharded else sharding.WHOLE
+    return Batch(indices, [local(step.params[i]) for i in indices], states, s, matrices, sides)
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:

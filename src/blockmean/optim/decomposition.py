@@ -101,29 +101,15 @@ class Numbers:
     """The numbers of one step, equal for a batch of matrices."""
 
     beta1: float
-    beta2: float
-    mean_beta: float
+    betas: tuple[float, float, float, float]  # of v_K, v_R, v_L and v_E
     lr: float
     weight_decay: float
     eps: float
     step: int  # this one included
     age: int  # steps since the means started, this one included
+    bias_correction1: float
+    bias_corrections: tuple[float, float, float, float]  # of v_K, v_R, v_L and v_E
     refreshes: bool  # whether U and V turn after this step
-
-    @property
-    def bias_correction1(self) -> float:
-        return float(1 - self.beta1**self.step)
-
-    @property
-    def bias_corrections(self) -> list[float]:
-        """Of v_K, v_R, v_L and v_E."""
-        of_means = 1 - self.mean_beta**self.age
-        return [of_means, of_means, of_means, 1 - self.beta2**self.step]
-
-    @property
-    def betas(self) -> tuple[float, float, float, float]:
-        """Of v_K, v_R, v_L and v_E."""
-        return self.mean_beta, self.mean_beta, self.mean_beta, self.beta2
 
 
 class Place(NamedTuple):
@@ -193,13 +179,8 @@ def mean_squares(U: Tensor, products: Products, found: Sketches, shape: tuple[in
     (units, inputs), GV, K = shape, products.GV, products.K
     GL = found.X - GV @ K.mT
     rows = products.rows - GV.square().sum(-1) - 2 * (U * GL).sum(-1) + ((U @ found.LL) * U).sum(-1)
-    rows = rows.maximum(least_rows(products))
+    rows = rows.maximum(LEAST * products.rows)
     return Squares(K.square(), found.RR / units, found.LL.diagonal(dim1=-2, dim2=-1) / inputs, rows / inputs)
-
-
-def least_rows(products: Products) -> Tensor:
-    """The least that ‖E_i‖² counts as, (n, O)."""
-    return LEAST * products.rows
 
 
 def update_moments_(matrices: Matrices, products: Products, found: Sketches) -> None:
@@ -210,7 +191,7 @@ def update_moments_(matrices: Matrices, products: Products, found: Sketches) -> 
     squares = mean_squares(means.U, products, found, matrices.shape)
     for v, square, beta in zip(means.v, squares, numbers.betas, strict=True):
         v.lerp_(square, 1 - beta)
-    means.variance.lerp_(products.total / math.prod(matrices.shape), 1 - numbers.beta2)
+    means.variance.lerp_(products.total / math.prod(matrices.shape), 1 - numbers.betas[-1])
     means.X.lerp_(found.X, 1 - FORGET)
     means.Y.lerp_(found.Y, 1 - FORGET)
 
@@ -370,7 +351,7 @@ def first_factor_(
 def gain_of_rows(b: Matrices, products: Products, square: Tensor) -> Tensor:
     """What the remainder adds to ⟨A, δ⟩, (n,), for the rows of a process. What may be rounding counts as nothing."""
     *_, root = roots(b.means.v, b.numbers, (0.0,) * 4)
-    signal = (square * b.shape[1] - least_rows(products)).clamp(min=0)
+    signal = (square * b.shape[1] - LEAST * products.rows).clamp(min=0)
     return (signal / root).sum(-1)
 
 
@@ -384,7 +365,7 @@ def set_factor_(b: Matrices, total: Tensor, square: Squares, of_rows: Tensor) ->
     root_K, root_R, root_L, _ = roots(b.means.v, b.numbers, (0.0,) * 4)
     of_means = (square.K / root_K).sum((-2, -1)) + units * (square.R / root_R).sum(-1)
     gain = of_means + inputs * (square.L / root_L).sum(-1) + of_rows
-    sigma = (b.means.variance / (1 - b.numbers.beta2**b.numbers.step)).sqrt()
+    sigma = (b.means.variance / b.numbers.bias_corrections[-1]).sqrt()
     b.means.factor.copy_((total / sigma / gain).nan_to_num(FACTORS[0]).clamp(*FACTORS))
 
 
