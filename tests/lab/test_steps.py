@@ -68,19 +68,19 @@ def test_sweeps_change_one_thing():
 
 def test_a_step_is_measured_beside_both_forms_of_torch_and_resumes(tmp_path: Path):
     path = tmp_path / "steps.jsonl"
-    arguments = ["--networks", "2x8", "--optimizers", "AdaGradBMA; Anova", "--repetitions", "3", "--out", str(path)]
+    arguments = ["--networks", "2x12", "--optimizers", "AdaGradBMA; Anova", "--repetitions", "3", "--out", str(path)]
     result = bench(*arguments)
     assert result.exit_code == 0, result.output
-    (costs,) = steps.read(path, ["2x8"], 1)
-    assert list(costs.measured) == ["AdaGradBMA", "Anova"] and (costs.parameters, costs.tensors) == (128, 2)
+    (costs,) = steps.read(path, ["2x12"], 1)
+    assert list(costs.measured) == ["AdaGradBMA", "Anova"] and (costs.parameters, costs.tensors) == (288, 2)
     for row in costs.measured.values():
         assert row["seconds"]["median"] > 0 < row["beside_fused"]["lower"] <= row["beside_fused"]["upper"]
         assert row["environment"]["threads"] == 1
-    assert costs.rows["Anova"]["operations"] == 10 * 2 * 6 * 128  # 6 means on both sides
+    assert costs.rows["Anova"]["operations"] == 6 * 2 * 7 * 288  # 7 means on both sides
     assert costs.rows["AdaGradBMA"]["operations"] == 0
-    means = 2 * 8 * 6 * 2 * 2 + 6 * 6 * 2 * 2  # U, V, sketches and averages of 6 means on both sides, of two matrices
-    assert costs.rows["Anova"]["bytes_per_parameter"] > 8 + 4 * means / 128
-    assert "2x8: 128 parameters in 2 tensors, 1 thread" in result.output and "Anova" in result.output
+    means = 3 * 7 * (12 + 12) * 2  # bases, sketches and averages of 7 means on both sides, of two matrices
+    assert costs.rows["Anova"]["bytes_per_parameter"] > 4 + 4 * means / 288
+    assert "2x12: 288 parameters in 2 tensors, 1 thread" in result.output and "Anova" in result.output
     assert "measurements ━" in result.output  # a bar
 
     before = path.read_text()

@@ -245,7 +245,7 @@ def matrices(count, size=4):
     return [nn.Parameter(torch.randn(size, size, dtype=F64)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("cls", [AdaGradBMA, AdamBMA, Anova])
+@pytest.mark.parametrize("cls", [AdaGradBMA, AdamBMA])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_step_count_that_is_no_number_is_an_error(cls, bad):
     (param,) = matrices(1)

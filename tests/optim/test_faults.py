@@ -170,7 +170,7 @@ def test_an_eigendecomposition_that_fails_once_is_tried_again_with_jitter(case, 
     train(model, optimizer, range(2, 3))
     if case.decomposes and case.option("refresh_every", 1) == 1:
         assert count["left"] == 0
-    assert optimizer.diagonal_fallbacks == 0
+    assert getattr(optimizer, "diagonal_fallbacks", 0) == 0
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         # A jitter of 1e-8 times the mean diagonal, multiplied by at most floor^-½ = 1e4 in the full matrix
         torch.testing.assert_close(param.detach(), expected.detach(), rtol=0, atol=1e-3)
@@ -184,7 +184,7 @@ def test_an_eigendecomposition_that_fails_twice_leaves_the_diagonal_step_and_say
         warnings.simplefilter("always")
         train(model, optimizer, 3)
     if not case.decomposes:
-        assert count["calls"] == 0 and not caught and optimizer.diagonal_fallbacks == 0
+        assert count["calls"] == 0 and not caught and not getattr(optimizer, "diagonal_fallbacks", 0)
         return
     assert optimizer.diagonal_fallbacks == count["calls"] // 2 >= 1
     assert len(caught) == 1 and issubclass(caught[0].category, UserWarning)

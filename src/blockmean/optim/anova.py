@@ -173,7 +173,8 @@ class Anova(BaseOptimizer):
         counts = means if isinstance(means, tuple | list) else (means, means)
         whole = all(type(k) is int and k >= 0 for k in counts) and len(counts) == 2
         owner = type(self).__name__
-        if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)):
+        pair = isinstance(betas, tuple | list) and len(betas) == 2
+        if not (pair and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)):
             require_betas(betas, owner)
         if not (isinstance(mean_beta, int | float) and 0 <= mean_beta < 1):
             require_number(mean_beta, "mean_beta", owner)
@@ -280,33 +281,40 @@ class Anova(BaseOptimizer):
     def _apply_adamw(self, step: GroupStep) -> None:
         """torch's AdamW for all tensors without means. It counts their steps, too."""
         group, plain = step.group, step.work[0]
-        states = [step.states[i] for i in plain]
-        params = [local(step.params[i]) for i in plain]
-        exact = [x if x.dtype == arithmetic(x.dtype) else x.to(torch.float32) for x in params]
-        first, second = ([local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq"))
-        foreach, fused = group["foreach"], group["fused"]
-        if foreach is None and fused is None:  # torch's own choice on a CPU is its slowest
-            fused = all(x.device.type == "cpu" for x in params)
-        adamw(
-            exact,
-            [step.grads[i].to(x.dtype) for i, x in zip(plain, exact, strict=True)],
-            first,
-            second,
-            [],
-            [state["step"] for state in states],
-            foreach=foreach,
-            fused=fused,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
-        for param, x in zip(params, exact, strict=True):
-            if param is not x:
-                param.copy_(x)
+        rows = []
+        for i in plain:
+            param, state = local(step.params[i]), step.states[i]
+            exact = param if param.dtype == arithmetic(param.dtype) else param.to(torch.float32)
+            moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            rows.append((exact, step.grads[i].to(exact.dtype), *moments, state["step"], param))
+        # torch's fused form takes memory as it lies, so only what lies alike may go there.
+        dense = [all(x.is_contiguous() for x in row[:4]) for row in rows]
+        asked = group["fused"] or (group["fused"] is None and group["foreach"] is None)
+        for fused in (True, False):
+            own = [row for row, lies_alike in zip(rows, dense, strict=True) if (lies_alike and bool(asked)) == fused]
+            if not own:
+                continue
+            thetas, grads, first, second, steps, params = map(list, zip(*own, strict=True))
+            adamw(
+                thetas,
+                grads,
+                first,
+                second,
+                [],
+                steps,
+                foreach=None if fused else group["foreach"],
+                fused=fused,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                eps=max(group["eps"], max(torch.finfo(x.dtype).tiny for x in thetas) ** 0.5),  # 0 / 0 is 0
+                maximize=group["maximize"],
+            )
+            for param, x in zip(params, thetas, strict=True):
+                if param is not x:
+                    param.copy_(x)
 
     def _start(self, batches: list[Batch]) -> None:
         """Let means start in this step, unless a gradient is zero: nothing can be learned from it."""
@@ -323,9 +331,9 @@ class Anova(BaseOptimizer):
             _, inputs = batch.matrices.shape
             batch.matrices.means.v.E.copy_(rows / inputs)
             batch.matrices.means.variance.copy_(total / math.prod(batch.matrices.shape))
-            for state, length in zip(batch.states, own.total.tolist(), strict=True):
+            for state, length in zip(batch.states, own.total.unbind(), strict=True):
                 state.pop("exp_avg_sq", None)
-                if length == 0:
+                if bool(length == 0):
                     state["means_start_step"].fill_(batch.matrices.numbers.step)
         if any(m.numbers.step > 1 for m in matrices):
             of_averages = products[len(batches) :]

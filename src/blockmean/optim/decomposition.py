@@ -291,7 +291,7 @@ def refresh_(batches: Sequence[Matrices], awake: Sequence[Waking], reduce: Reduc
         turns, kept = [], []
         for j, T in ((i, second[i][0]), (count + i, second[count + i][0])):
             k, C = T.shape[-1], first[j][0] @ T
-            turns.append(((grams[j] @ C)[:, k:] * filled[j].mT).to(b.M).square())
+            turns.append(((grams[j] @ C)[:, k:] * filled[j].mT.to(C.device)).to(b.M).square())
             kept.append((C.mT @ grams[j][..., :k]).to(b.M))
         U, V = (Z[i] @ second[i][0]).to(b.M), (Z[count + i] @ second[count + i][0]).to(b.M)
         own, (by_U, by_V) = b.means, turns
