@@ -89,7 +89,7 @@ def test_a_step_is_measured_beside_both_forms_of_torch_and_resumes(tmp_path: Pat
     path.write_text(before.splitlines(keepends=True)[0])
     assert "Anova" not in bench(*arguments, "--show-only").output
     again = bench(*arguments)
-    assert "2x8, Anova:" in again.output and "2x8, AdaGradBMA:" not in again.output
+    assert "2x12, Anova:" in again.output and "2x12, AdaGradBMA:" not in again.output
 
 
 def test_what_cannot_be_measured_is_named(tmp_path: Path):
