@@ -373,4 +373,4 @@ def test_state_is_the_average_gradient_and_a_few_columns():
     param = parameter((256, 512), dtype=torch.float32)
     optimizer = run(param, gradients((256, 512), 2, dtype=torch.float32), means=8)
     numbers = sum(x.numel() for x in optimizer.state[param].values())
-    assert numbers == 4 + 256 * 512 + 3 * 8 * (256 + 512) + 256 + 2 * 64 + 2 * 8
+    assert numbers == 5 + 256 * 512 + 3 * 8 * (256 + 512) + 256 + 2 * 64 + 2 * 8

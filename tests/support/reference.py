@@ -341,7 +341,7 @@ class DenseAnova:
     def __init__(self, theta, units, inputs, *, lr, betas, mean_beta, every, eps=1e-8, decay=0.0):
         self.theta, self.k, self.q = theta.copy(), min(units, theta.shape[0]), min(inputs, theta.shape[1])
         self.lr, self.betas, self.mean_beta, self.every, self.eps, self.decay = lr, betas, mean_beta, every, eps, decay
-        self.m, self.t, self.variance = np.zeros_like(theta), 0, 0.0
+        self.m, self.t, self.variance, self.rest_variance = np.zeros_like(theta), 0, 0.0, 0.0
 
     @staticmethod
     def start(A, k):
@@ -382,9 +382,13 @@ class DenseAnova:
         return [self.U.T @ K @ self.V, R @ self.V, self.U.T @ L, E]
 
     def mean_squares(self, A):
-        """Of every block: entries of K, columns of R, rows of L and of E, the last at least a share of its row."""
+        """Of every block: entries of K, columns of R, rows of L and of E; the latter as if E_i·(UL)_i were zero."""
         K, R, L, E = (part**2 for part in self.coordinates(A))
-        rows = np.maximum(E.mean(1, keepdims=True), 2.0**-18 * (A**2).mean(1, keepdims=True))
+        beside_V = ((A - A @ self.V @ self.V.T) ** 2).mean(1, keepdims=True)
+        of_L = (self.split(A)[2] ** 2).mean(1, keepdims=True)
+        share = E.mean() / (beside_V.mean() or 1)
+        rows = np.maximum(abs(beside_V - of_L), share * beside_V)
+        rows = np.maximum(rows, 2.0**-18 * (A**2).mean(1, keepdims=True))
         return [K, R.mean(0, keepdims=True), L.mean(1, keepdims=True), rows]
 
     def roots(self):
@@ -393,11 +397,10 @@ class DenseAnova:
 
     def factor(self, A):
         """What one second moment promises to gain along A, over what the second moments of blocks do."""
-        *means, rest = zip(self.coordinates(A), self.roots(), strict=True)
-        ours = sum((part**2 / root).sum() for part, root in means)
-        signal = (rest[0] ** 2).sum(1) - 2.0**-18 * (A**2).sum(1)
-        ours += (np.maximum(signal, 0) / rest[1][:, 0]).sum()
-        sigma = np.sqrt(self.variance / (1 - self.betas[1] ** self.t))
+        *means, E = self.coordinates(A)
+        ours = sum((part**2 / root).sum() for part, root in zip(means, self.roots(), strict=False))
+        sigma, rest = (np.sqrt(v / (1 - self.betas[1] ** self.t)) for v in (self.variance, self.rest_variance))
+        ours += max((E**2).sum() - 2.0**-18 * (A**2).sum(), 0) / (rest or 1)
         return np.clip((A**2).sum() / sigma / ours, 0.7, 5.0)
 
     def step(self, G):
@@ -415,6 +418,7 @@ class DenseAnova:
         for i, (square, beta) in enumerate(zip(self.mean_squares(G), decays, strict=True)):
             self.v[i] = beta * self.v[i] + (1 - beta) * square
         self.variance = beta2 * self.variance + (1 - beta2) * (G**2).mean()
+        self.rest_variance = beta2 * self.rest_variance + (1 - beta2) * (self.coordinates(G)[-1] ** 2).mean()
         if self.t == 1:
             self.c = self.factor(G)
         size = np.linalg.norm(G) * 2.0**-19
@@ -426,8 +430,8 @@ class DenseAnova:
         c = max(min(self.c, 3e-3 / self.lr), 0.7)
         delta = U @ K @ V.T + R @ V.T + U @ L + E
         self.theta = self.theta * (1 - self.lr * self.decay) - self.lr * c * delta
-        self.X = 0.95 * self.X + 0.05 * G @ G.T @ U
-        self.Y = 0.95 * self.Y + 0.05 * G.T @ G @ V
+        self.X = 0.95 * self.X + 0.05 * G @ V @ (U.T @ G @ V).T
+        self.Y = 0.95 * self.Y + 0.05 * G.T @ U @ (U.T @ G @ V)
         if self.t % self.every == 0:
             self.U, self.V = self.orthonormal(self.X, U), self.orthonormal(self.Y, V)
             turn_U, turn_V = (U.T @ self.U) ** 2, (V.T @ self.V) ** 2

@@ -23,7 +23,7 @@ step, in its root mean square, below what an Adam in fixed coordinates can reach
 The bases follow the gradients by subspace iteration. Every T steps they turn; the average gradient is projected anew,
 and second moments follow the rotation approximately:
 
-    X ← average of G (Gᵀ U),   Y ← average of Gᵀ (G V);      U ← orth(X),   V ← orth(Y)
+    X ← average of G V Kᵀ,   Y ← average of Gᵀ U K;      U ← orth(X),   V ← orth(Y)
     v_R ← v_R (Vᵀ V_new)∘²,   v_L ← (U_newᵀ U)∘² v_L,   v_K ← (U_newᵀ U)∘² v_K (Vᵀ V_new)∘²
 
 With k = 1, U = 1/√O and V = 1/√I this is the textbook analysis, and the means per unit are the paper's block means.
@@ -41,7 +41,6 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require, require_adamw, require_betas, require_number
-from blockmean._linalg import in_float64
 from blockmean.optim import sharding
 from blockmean.optim.base import (
     BaseOptimizer,
@@ -66,19 +65,20 @@ from blockmean.optim.batches import (
 )
 from blockmean.optim.decomposition import (
     bound_,
-    first_factor_,
+    mean_squares,
     precondition,
     project,
     refresh_,
-    sketch,
+    set_factor_,
     start_,
     sums_of,
+    sums_of_squares,
     update_,
     update_moments_,
     waking,
 )
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
-from blockmean.optim.sharding import Sum, local
+from blockmean.optim.sharding import local
 
 
 class Anova(BaseOptimizer):
@@ -258,21 +258,18 @@ class Anova(BaseOptimizer):
             self._apply_adamw(step)
         batches = [batch for step in steps for batch in step.work[1]]
         starting = [batch for batch in batches if batch.matrices.numbers.age == 1]
-        batches = [*starting, *(batch for batch in batches if batch.matrices.numbers.age > 1)]
         if starting:
             self._start(starting)
+        found = [sums_of_squares(b.matrices.means.U, b.matrices.means.V, b.products) for b in batches]
         due = [batch for batch in batches if batch.matrices.numbers.refreshes]
-        found = [sketch(b.matrices.G, b.matrices.means.U, b.matrices.means.V, b.products) for b in batches]
-        awake = [waking(batch.matrices) for batch in due]
-        if any(step.is_sharded for step in steps):
-            sharding.reduce(over_processes(batches, sums_of(found)) + over_processes(due, sums_of(awake)))
-        for batch, sketches in zip(batches, found, strict=True):
-            update_moments_(batch.matrices, batch.products, sketches)
-        if starting:
-            of_gradients = [b.matrices for b in starting], [b.products for b in starting], found[: len(starting)]
-            first_factor_(*of_gradients, reducer(starting))
-        for batch in batches:
-            update_(batch.params, batch.matrices, precondition(batch.matrices, batch.products))
+        awake = [waking(batch.matrices, batch.products) for batch in due]
+        sharding.reduce(over_processes(batches, sums_of(found)) + over_processes(due, sums_of(awake)))
+        for batch, sums in zip(batches, found, strict=True):
+            matrices, products = batch.matrices, batch.products
+            update_moments_(matrices, products, sums)
+            if matrices.numbers.age == 1:
+                set_factor_(matrices, products.total, *mean_squares(matrices.means.U, products, sums, matrices.shape))
+            update_(batch.params, matrices, precondition(matrices, products.total))
         if due:
             refresh_([batch.matrices for batch in due], awake, reducer(due))
         for batch in batches:
@@ -330,7 +327,8 @@ class Anova(BaseOptimizer):
             batch.products = own
             _, inputs = batch.matrices.shape
             batch.matrices.means.v.E.copy_(rows / inputs)
-            batch.matrices.means.variance.copy_(total / math.prod(batch.matrices.shape))
+            for variance in (batch.matrices.means.variance, batch.matrices.means.rest_variance):
+                variance.copy_(total / math.prod(batch.matrices.shape))
             for state, length in zip(batch.states, own.total.unbind(), strict=True):
                 state.pop("exp_avg_sq", None)
                 if bool(length == 0):
@@ -347,7 +345,7 @@ class Anova(BaseOptimizer):
     def block_statistics(self) -> list[MeanStatistics]:
         """How much of the gradient is means: one entry per matrix with means, in order.
 
-        Costs one pass over the second moments, and only when called. If parameters are sharded, all processes call it.
+        Costs nothing until it is called, and no communication.
 
         >>> layer = torch.nn.Linear(8, 4)
         >>> optimizer = Anova(layer.named_parameters(), means=1)
@@ -356,15 +354,13 @@ class Anova(BaseOptimizer):
         >>> [(matrix.parameter, round(matrix.shares.grand, 4)) for matrix in optimizer.block_statistics()]
         [('weight', 1.0)]
         """
-        found, rests = [], []
+        found = []
         for number, group in enumerate(self.param_groups):
             for i, (name, param) in enumerate(zip(given_names(group), distinct(group), strict=True)):
                 state = self.state.get(param, {})
                 if "unit_basis" in state:
-                    rests.append(Sum(in_float64(local(state["rest_sq"]).sum()), sharding.sides_of(param).units))
-                    found.append((number, name or f"param{i}", param, state, group))
-        sharding.reduce(rests)
-        return [mean_statistics(*one, float(rest.value)) for one, rest in zip(found, rests, strict=True)]
+                    found.append(mean_statistics(number, name or f"param{i}", param, state, group))
+        return found
 
 
 def other_means(group: dict[str, Any], i: int, state: State, asked: tuple[int, int], owner: str) -> str:

@@ -38,7 +38,8 @@ SMALL = 2**14
 # The state of means; V, Y and UM have the dims of their parameter behind the first.
 UNIT_STATE = ("unit_basis", "unit_sketch", "unit_avg", "rest_sq")  # U, X, MV, v_E: one row per unit
 INPUT_STATE = ("input_basis", "input_sketch", "input_avg")  # Vᵀ, Yᵀ, UM: one column per input
-SMALL_STATE = ("grand_avg", "grand_sq", "unit_sq", "input_sq", "variance", "step_factor")  # K, v_K, v_R, v_L, σ², c
+SMALL_STATE = ("grand_avg", "grand_sq", "unit_sq", "input_sq", "variance", "rest_variance", "step_factor")
+# K, v_K, v_R, v_L, σ², that of E, c
 MEANS = (*UNIT_STATE, *INPUT_STATE, *SMALL_STATE)
 
 
@@ -63,7 +64,7 @@ def mean_state(param: Tensor, k: int, q: int) -> State:
     own = local(param)
     rows, columns = own.shape[:1], own.shape[1:]
     shapes = [(*rows, k), (*rows, k), (*rows, q), rows, (q, *columns), (q, *columns), (k, *columns), (k, q), (k, q)]
-    zeros = [own.new_zeros(shape, dtype=arithmetic(own.dtype)) for shape in (*shapes, (q,), (k,), (), ())]
+    zeros = [own.new_zeros(shape, dtype=arithmetic(own.dtype)) for shape in (*shapes, (q,), (k,), (), (), ())]
     named = zip(MEANS, zeros, strict=True)
     return {name: sharding.like(param, zero, sharded_dims(name, zero.ndim)) for name, zero in named}
 
@@ -138,7 +139,7 @@ def _batch(step: GroupStep, indices: list[int], count: int, age: int) -> Batch:
     matrices = Matrices(
         -G if group["maximize"] else G,
         s["exp_avg"].view(G.shape),
-        Means(U, V.mT, X, Y.mT, s["grand_avg"], MV, UM, v, s["variance"], s["step_factor"]),
+        Means(U, V.mT, X, Y.mT, s["grand_avg"], MV, UM, v, s["variance"], s["rest_variance"], s["step_factor"]),
         (first.shape[0], first.shape[1:].numel()),
         places_of(first) if step.is_sharded else (Place(), Place()),
         numbers,

@@ -57,6 +57,7 @@ class Means(NamedTuple):
     UM: Tensor  # (n, k, I)
     v: Squares
     variance: Tensor  # (n,), average of the mean square of all entries of G
+    rest_variance: Tensor  # (n,), the same of E
     factor: Tensor  # (n,), c
 
 
@@ -70,17 +71,15 @@ class Products(NamedTuple):
     total: Tensor  # (n,), squared length of all of it
 
 
-class Sketches(NamedTuple):
-    """What needs complete products: sketches of a matrix, and squares of its means."""
+class SumsOfSquares(NamedTuple):
+    """What needs complete products."""
 
-    X: Tensor  # (n, O, k), G (Uᵀ G)ᵀ
+    R: Tensor  # (n, q), of every column of R
     LL: Tensor  # (n, k, k), L Lᵀ
-    RR: Tensor  # (n, q), squared lengths of the columns of R
-    Y: Tensor  # (n, I, q), Gᵀ (G V)
 
 
 class Waking(NamedTuple):
-    """Which rows and columns of M are not zero, and which columns of U and V."""
+    """Which rows and columns of a matrix have had a gradient, and which columns of U and V are not zero."""
 
     rows: Tensor  # (n, O), of the whole matrix
     columns: Tensor  # (n, I), of the whole matrix
@@ -90,8 +89,8 @@ class Waking(NamedTuple):
 
 SIDES = {
     Products: ("inputs", "units", "both", "inputs", "both"),
-    Sketches: ("inputs", "inputs", "units", "units"),
-    Waking: ("both", "both", "units", "inputs"),
+    SumsOfSquares: ("units", "inputs"),
+    Waking: ("units", "inputs", "units", "inputs"),
 }
 """What each of these is a sum over."""
 
@@ -149,15 +148,14 @@ def project(A: Tensor, U: Tensor, V: Tensor) -> Products:
     return Products(AV, UA, U.mT @ AV, rows, rows.sum(-1))
 
 
-def sketch(A: Tensor, U: Tensor, V: Tensor, products: Products, with_Y: bool = True) -> Sketches:
-    """Second products of a matrix, for complete first ones."""
-    AV, UA, K, *_ = products
-    L = UA - K @ V.mT
-    Y = A.mT @ AV if with_Y else A.new_zeros(0)
-    return Sketches(A @ UA.mT, L @ L.mT, (AV - U @ K).square().sum(-2), Y)
+def sums_of_squares(U: Tensor, V: Tensor, products: Products) -> SumsOfSquares:
+    """Of R and L, which are formed: a difference of squares would cancel."""
+    GV, UG, K, *_ = products
+    L = UG - K @ V.mT
+    return SumsOfSquares((GV - U @ K).square().sum(-2), L @ L.mT)
 
 
-def sums_of(found: Sequence[Products] | Sequence[Sketches] | Sequence[Waking]) -> Sums:
+def sums_of(found: Sequence[Products] | Sequence[SumsOfSquares] | Sequence[Waking]) -> Sums:
     """These of every batch, by the side that they are sums over."""
     sums: Sums = {"units": [], "inputs": [], "both": []}
     for i, side in enumerate(SIDES[type(found[0])] if found else ()):
@@ -168,35 +166,43 @@ def sums_of(found: Sequence[Products] | Sequence[Sketches] | Sequence[Waking]) -
 # -------------------------------------------------------------------- between the passes
 
 
-def mean_squares(U: Tensor, products: Products, found: Sketches, shape: tuple[int, int]) -> Squares:
-    """The mean square of every block, without E itself:
+def mean_squares(U: Tensor, products: Products, sums: SumsOfSquares, shape: tuple[int, int]) -> tuple[Squares, Tensor]:
+    """The mean square of every block, and of all of E, (n,).
 
-        ‖E_i‖² = ‖G_i‖² − ‖(GV)_i‖² − 2 U_i·(G Lᵀ)_i + ‖U_i L‖²,     G Lᵀ = X − G V Kᵀ
-
-    but at least `LEAST` of ‖G_i‖²: the difference cancels, and what is taken for no remainder would take a step that is
-    far too long.
+    E is not formed. ‖E‖² = ‖G‖² − ‖K‖² − ‖R‖² − ‖L‖² is exact; its rows are estimated. With F = G − G V Vᵀ, E_i is
+    F_i − U_i L, and f_i = ‖F_i‖² = ‖G_i‖² − ‖(GV)_i‖². Where U has the principal directions of F Fᵀ, E_i and U_i L are
+    orthogonal on average, so that ‖E_i‖² is near f_i − ‖U_i L‖². If that is negative, E_i is mostly U_i L (rows without
+    a gradient). It is at least f_i times the share of E in F, and `LEAST` of ‖G_i‖²: a remainder that cancels must not
+    look like none, whose step would be far too long.
     """
-    (units, inputs), GV, K = shape, products.GV, products.K
-    GL = found.X - GV @ K.mT
-    rows = products.rows - GV.square().sum(-1) - 2 * (U * GL).sum(-1) + ((U @ found.LL) * U).sum(-1)
-    rows = rows.maximum(LEAST * products.rows)
-    return Squares(K.square(), found.RR / units, found.LL.diagonal(dim1=-2, dim2=-1) / inputs, rows / inputs)
+    (units, inputs), GV, K, LL = shape, products.GV, products.K, sums.LL
+    of_L = LL.diagonal(dim1=-2, dim2=-1)
+    without_V = products.total - K.square().sum((-2, -1)) - sums.R.sum(-1)
+    rest = (without_V - of_L.sum(-1)).clamp_(min=0)
+    share = (rest / without_V).nan_to_num_(0.0).clamp_(0, 1).unsqueeze(-1)
+    f = products.rows - GV.square().sum(-1)
+    rows = (f - ((U @ LL) * U).sum(-1)).abs().maximum(share * f).maximum(LEAST * products.rows)
+    return Squares(K.square(), sums.R / units, of_L / inputs, rows / inputs), rest / (units * inputs)
 
 
-def update_moments_(matrices: Matrices, products: Products, found: Sketches) -> None:
-    """First and second moments of the means, and sketches. MV, UM and K follow M by linearity."""
-    means, numbers = matrices.means, matrices.numbers
-    for average, value in zip((means.MV, means.UM, means.K), products[:3], strict=True):
+def update_moments_(matrices: Matrices, products: Products, sums: SumsOfSquares) -> None:
+    """First and second moments, and sketches: all that a step learns from a gradient but M, which pass 2 updates.
+
+    MV, UM and K follow M by linearity. Each side follows what the means of the other side see of G.
+    """
+    means, numbers, (GV, UG, K, *_) = matrices.means, matrices.numbers, products
+    for average, value in zip((means.MV, means.UM, means.K), (GV, UG, K), strict=True):
         average.lerp_(value, 1 - numbers.beta1)
-    squares = mean_squares(means.U, products, found, matrices.shape)
+    squares, rest = mean_squares(means.U, products, sums, matrices.shape)
     for v, square, beta in zip(means.v, squares, numbers.betas, strict=True):
         v.lerp_(square, 1 - beta)
     means.variance.lerp_(products.total / math.prod(matrices.shape), 1 - numbers.betas[-1])
-    means.X.lerp_(found.X, 1 - FORGET)
-    means.Y.lerp_(found.Y, 1 - FORGET)
+    means.rest_variance.lerp_(rest, 1 - numbers.betas[-1])
+    means.X.lerp_(GV @ K.mT, 1 - FORGET)
+    means.Y.lerp_(UG.mT @ K, 1 - FORGET)
 
 
-def roots(v: Squares, numbers: Numbers, floors: Sequence[Tensor | float]) -> list[Tensor]:
+def roots(v: Squares, numbers: Numbers, floors: Sequence[Tensor | float] = (0.0,) * 4) -> list[Tensor]:
     """√v̂ + ε of every block, and a floor besides."""
     smallest = torch.finfo(v.K.dtype).tiny ** 0.5  # 0 / 0 is 0
     return [
@@ -205,12 +211,12 @@ def roots(v: Squares, numbers: Numbers, floors: Sequence[Tensor | float]) -> lis
     ]
 
 
-def precondition(matrices: Matrices, products: Products) -> tuple[Tensor, Tensor, Tensor]:
+def precondition(matrices: Matrices, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """c δ as a diagonal and a product of low rank: diag(d) M + left · right."""
     means, (units, inputs) = matrices.means, matrices.shape
     U, V, K, MV, UM = means.U, means.V, means.K, means.MV, means.UM
     # What is zero but for rounding must not take a full step.
-    noise = (NOISE * products.total.sqrt())[:, None]
+    noise = (NOISE * total.sqrt())[:, None]
     floors = noise[..., None], noise * units**-0.5, noise * inputs**-0.5, noise * (units * inputs) ** -0.5
     root_K, root_R, root_L, root_E = roots(means.v, matrices.numbers, floors)
     d = root_E.reciprocal_().unsqueeze(-1)
@@ -256,11 +262,11 @@ def start_(batches: Sequence[Matrices], reduce: Reduce) -> None:
         b.means.V.copy_(V)
 
 
-def waking(b: Matrices) -> Waking:
-    """What a refresh has to know of all rows and columns."""
-    seen = b.M.abs() + b.G.abs()
-    counts = [(W != 0).sum(-2, keepdim=True).to(W.dtype) for W in b.means[:2]]
-    return Waking(b.places[0].alive(seen), b.places[1].alive(seen.mT), counts[0], counts[1])
+def waking(b: Matrices, products: Products) -> Waking:
+    """What a refresh has to know of all rows and columns; a zero in the sketches means no gradient so far."""
+    seen = b.means.X.abs().sum(-1) + products.GV.abs().sum(-1), b.means.Y.abs().sum(-1) + products.UG.abs().sum(-2)
+    rows, columns = (place.alive(x.unsqueeze(-1)) for place, x in zip(b.places, seen, strict=True))
+    return Waking(rows, columns, *((W != 0).sum(-2, keepdim=True).to(W.dtype) for W in b.means[:2]))
 
 
 def refresh_(batches: Sequence[Matrices], awake: Sequence[Waking], reduce: Reduce) -> None:
@@ -319,53 +325,31 @@ def bound_(batches: Sequence[Matrices], products: Sequence[Products], reduce: Re
     In fixed coordinates |m̂| ≤ b √v̂ holds for every average, by Cauchy and Schwarz. After a turn second moments know
     little of the new coordinates. They are raised until it holds again, and then it does until the next turn.
     """
-    found = [sketch(b.M, b.means.U, b.means.V, p, with_Y=False) for b, p in zip(batches, products, strict=True)]
-    reduce({"inputs": [s.X for s in found] + [s.LL for s in found]})
-
-    def raise_(parts: str) -> list[Squares]:
-        squares = [mean_squares(b.means.U, p, s, b.shape) for b, p, s in zip(batches, products, found, strict=True)]
-        for b, square in zip(batches, squares, strict=True):
-            for i in map(Squares._fields.index, parts):
-                numbers, v = b.numbers, b.means.v[i]
-                bound = adam_bound(numbers.beta1, numbers.betas[i], numbers.step) * numbers.bias_correction1
-                v.copy_(v.maximum(square[i] * (numbers.bias_corrections[i] / bound**2)))
-        return squares
-
-    gains = [gain_of_rows(b, p, square.E) for b, p, square in zip(batches, products, raise_("KLE"), strict=True)]
-    reduce({"units": [s.RR for s in found] + gains})
-    for b, p, square, gain in zip(batches, products, raise_("R"), gains, strict=True):
-        set_factor_(b, p.total, square, gain)
+    found = [sums_of_squares(b.means.U, b.means.V, p) for b, p in zip(batches, products, strict=True)]
+    reduce(sums_of(found))
+    for b, p, sums in zip(batches, products, found, strict=True):
+        numbers, (squares, rest) = b.numbers, mean_squares(b.means.U, p, sums, b.shape)
+        for v, square, beta, correction in zip(
+            b.means.v, squares, numbers.betas, numbers.bias_corrections, strict=True
+        ):
+            bound = adam_bound(numbers.beta1, beta, numbers.step) * numbers.bias_correction1
+            v.copy_(v.maximum(square * (correction / bound**2)))
+        set_factor_(b, p.total, squares, rest)
 
 
-def first_factor_(
-    batches: Sequence[Matrices], products: Sequence[Products], found: Sequence[Sketches], reduce: Reduce
-) -> None:
-    """The factor for first gradients."""
-    squares = [mean_squares(b.means.U, p, s, b.shape) for b, p, s in zip(batches, products, found, strict=True)]
-    gains = [gain_of_rows(b, p, square.E) for b, p, square in zip(batches, products, squares, strict=True)]
-    reduce({"units": gains})
-    for b, p, square, gain in zip(batches, products, squares, gains, strict=True):
-        set_factor_(b, p.total, square, gain)
-
-
-def gain_of_rows(b: Matrices, products: Products, square: Tensor) -> Tensor:
-    """What the remainder adds to ⟨A, δ⟩, (n,), for the rows of a process. What may be rounding counts as nothing."""
-    *_, root = roots(b.means.v, b.numbers, (0.0,) * 4)
-    signal = (square * b.shape[1] - LEAST * products.rows).clamp(min=0)
-    return (signal / root).sum(-1)
-
-
-def set_factor_(b: Matrices, total: Tensor, square: Squares, of_rows: Tensor) -> None:
+def set_factor_(b: Matrices, total: Tensor, squares: Squares, rest: Tensor) -> None:
     """c: what a step with one second moment for all entries of a matrix promises to gain, over what δ does.
 
     A mean is one coordinate for many entries: while gradients agree, it would move less at AdamW's rates than they do
-    under AdamW. Gains are to first order, ⟨A, A/σ⟩ and ⟨A, δ⟩, for the average gradient or the first one, A.
+    under AdamW. Gains are to first order, ⟨A, A/σ⟩ and ⟨A, δ⟩, for the average gradient or the first one, A. All rows
+    of E count alike here, which needs no sum over them. What may be rounding counts as no gain.
     """
-    units, inputs = b.shape
-    root_K, root_R, root_L, _ = roots(b.means.v, b.numbers, (0.0,) * 4)
-    of_means = (square.K / root_K).sum((-2, -1)) + units * (square.R / root_R).sum(-1)
-    gain = of_means + inputs * (square.L / root_L).sum(-1) + of_rows
-    sigma = (b.means.variance / b.numbers.bias_corrections[-1]).sqrt()
+    (units, inputs), correction = b.shape, b.numbers.bias_corrections[-1]
+    root_K, root_R, root_L, _ = roots(b.means.v, b.numbers)
+    of_means = (squares.K / root_K).sum((-2, -1)) + units * (squares.R / root_R).sum(-1)
+    sigma, root_E = ((v / correction).sqrt() for v in (b.means.variance, b.means.rest_variance))
+    of_rest = ((units * inputs * rest - LEAST * total).clamp(min=0) / root_E).nan_to_num(0.0)
+    gain = of_means + inputs * (squares.L / root_L).sum(-1) + of_rest
     b.means.factor.copy_((total / sigma / gain).nan_to_num(FACTORS[0]).clamp(*FACTORS))
 
 

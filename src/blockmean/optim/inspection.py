@@ -180,14 +180,17 @@ class MeanStatistics:
 
 
 def mean_statistics(
-    number: int, name: str, param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], rest: float
+    number: int, name: str, param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
 ) -> MeanStatistics:
-    """From the state of a matrix with means, the options of its group, and the sum of v_E over all units."""
+    """From the state of a matrix with means, and the options of its group."""
     (units, inputs), step = (param.shape[0], param.shape[1:].numel()), int(state["step"])
     of_means = max(1 - group["mean_beta"] ** (step - int(state["means_start_step"])), math.ulp(0.0))
     of_remainder = 1 - group["betas"][1] ** step
-    v_K, v_R, v_L = (float(state[key].double().sum()) for key in ("grand_sq", "unit_sq", "input_sq"))
-    energy = Parts(v_K / of_means, units * v_R / of_means, inputs * v_L / of_means, inputs * rest / of_remainder)
+    # The average of ‖E‖² is exact; v_E has estimates for its rows.
+    keys = "grand_sq", "unit_sq", "input_sq", "rest_variance"
+    v_K, v_R, v_L, v_E = (float(state[key].double().sum()) for key in keys)
+    rest = units * inputs * v_E / of_remainder
+    energy = Parts(v_K / of_means, units * v_R / of_means, inputs * v_L / of_means, rest)
     num_means = state["unit_basis"].shape[1], state["input_basis"].shape[0]
     return MeanStatistics(number, name, (units, inputs), num_means, energy)
 
