@@ -7,6 +7,8 @@ from torch import nn
 
 from blockmean import Anova
 from blockmean.optim import batches, decomposition
+from blockmean.optim.batches import means_in
+from support.optimizers import bases
 from support.reference import DenseAnova
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "mean_beta": 0.9}
@@ -103,7 +105,7 @@ def test_tensors_too_narrow_for_means_take_adamw(shape):
         ours.step()
         reference.step()
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
-    assert "unit_basis" not in ours.state[mine]
+    assert "unit_means" not in ours.state[mine]
 
 
 def test_with_all_means_it_is_adam_in_the_rotated_basis():
@@ -112,7 +114,7 @@ def test_with_all_means_it_is_adam_in_the_rotated_basis():
     start = param.detach().clone()
     grads = list(gradients((6, 6), 15))
     optimizer = run(param, grads, means=6, refresh_every=100, weight_decay=0.0, mean_beta=0.95)
-    U, V = optimizer.state[param]["unit_basis"], optimizer.state[param]["input_basis"].mT
+    U, V = bases(optimizer.state[param])
     theta, m, v = U.T @ start @ V, torch.zeros(6, 6), torch.zeros(6, 6)
     rate = 0.02 * 0.7  # the least factor on the step, at such a learning rate
     for t, grad in enumerate(grads, 1):
@@ -131,11 +133,11 @@ def test_the_step_is_a_symmetric_positive_definite_map_of_the_average_gradient()
 
     def step_for(M):
         clone = {key: value.clone() for key, value in state.items()}
-        U, V = clone["unit_basis"], clone["input_basis"].mT
+        U, V = bases(clone)
         K = U.T @ M @ V
         R, L = M @ V - U @ K, U.T @ M - K @ V.T
         E = M - U @ K @ V.T - R @ V.T - U @ L
-        roots = [clone[key].sqrt() for key in ("grand_sq", "unit_sq", "input_sq", "rest_sq")]
+        roots = [v[0].sqrt() for v in means_in(clone).v]
         return U @ (K / roots[0]) @ V.T + R / roots[1] @ V.T + U @ (L / roots[2][:, None]) + E / roots[3][:, None]
 
     rng = torch.Generator().manual_seed(3)
@@ -152,7 +154,7 @@ def test_the_four_parts_are_orthogonal_and_add_up_to_the_gradient(means):
     param = parameter((9, 12))
     grads = list(gradients((9, 12), 20))
     state = run(param, grads, means=means).state[param]
-    U, V, G = state["unit_basis"], state["input_basis"].mT, grads[-1]
+    (U, V), G = bases(state), grads[-1]
     GV, UG, K, rows, total = (x[0] for x in decomposition.project(G[None], U[None], V[None]))
     R, L = GV - U @ K, UG - K @ V.T
     four = [U @ K @ V.T, R @ V.T, U @ L]
@@ -186,8 +188,9 @@ def test_the_means_find_the_directions_that_gradients_share():
     param = parameter((20, 30), dtype=torch.float32)
     grads = [torch.outer(a, b) * torch.randn((), generator=rng) + 0.1 * torch.randn(20, 30, generator=rng)] * 30
     state = run(param, grads, means=4).state[param]
-    assert abs(float(state["unit_basis"][:, 0] @ a) / float(a.norm())) > 0.999
-    assert abs(float(state["input_basis"][0] @ b) / float(b.norm())) > 0.999
+    U, V = bases(state)
+    assert abs(float(U[:, 0] @ a) / float(a.norm())) > 0.999
+    assert abs(float(V[:, 0] @ b) / float(b.norm())) > 0.999
 
 
 @pytest.mark.slow
@@ -200,8 +203,7 @@ def test_weights_stay_orthonormal_over_three_thousand_steps_in_float32(shape):
         param.grad = grad * (1e-6 if t % 1000 < 300 else 1.0)  # long stretches of small gradients
         optimizer.step()
         if t % 50 == 0:
-            state = optimizer.state[param]
-            for W in (state["unit_basis"], state["input_basis"].flatten(1).mT):
+            for W in bases(optimizer.state[param]):
                 worst = max(worst, float((W.mT @ W - torch.eye(8)).abs().max()))
     assert worst < 1e-5
 
@@ -373,4 +375,4 @@ def test_state_is_the_average_gradient_and_a_few_columns():
     param = parameter((256, 512), dtype=torch.float32)
     optimizer = run(param, gradients((256, 512), 2, dtype=torch.float32), means=8)
     numbers = sum(x.numel() for x in optimizer.state[param].values())
-    assert numbers == 5 + 256 * 512 + 3 * 8 * (256 + 512) + 256 + 2 * 64 + 2 * 8
+    assert numbers == 8 + 256 * 512 + 3 * 8 * (256 + 512) + 256 + 2 * 64 + 2 * 8

@@ -8,6 +8,7 @@ from torch import nn
 
 from blockmean import AdamBMA, Anova, diagnose
 from blockmean.optim import MeanStatistics
+from support.optimizers import bases
 
 NEVER = 10**6  # steps from one refresh to the next
 
@@ -46,7 +47,7 @@ def test_shares_equal_those_of_the_recorded_gradients(shape, means):
     param = zeros(*shape)
     optimizer = Anova([param], betas=(0.9, 0.97), mean_beta=0.8, means=means, refresh_every=NEVER)
     recorded = [grads[0].view(9, 12) for grads in take_steps(optimizer, [param], 15)]
-    U, V = optimizer.state[param]["unit_basis"], optimizer.state[param]["input_basis"].flatten(1).mT
+    U, V = bases(optimizer.state[param])
     onto_U, onto_V = U @ U.mT, V @ V.mT
     rest_U, rest_V = torch.eye(9).double() - onto_U, torch.eye(12).double() - onto_V
     energy = []
@@ -78,9 +79,9 @@ def test_shares_after_refreshes_sum_to_one_and_stay_close_to_the_gradients():
         noise = torch.randn(16, 24, generator=rng, dtype=torch.float64)
         param.grad = common * torch.randn(1, generator=rng, dtype=torch.float64) + noise
         state = optimizer.state[param]
-        if "unit_basis" in state:
-            U, Vt, G = state["unit_basis"], state["input_basis"], param.grad
-            remainder = G - U @ (U.mT @ G) - (G - U @ (U.mT @ G)) @ Vt.mT @ Vt
+        if "unit_means" in state:
+            (U, V), G = bases(state), param.grad
+            remainder = G - U @ (U.mT @ G) - (G - U @ (U.mT @ G)) @ V @ V.mT
             seen.append((0.95 ** -len(seen) * remainder.square().sum(), 0.95 ** -len(seen) * G.square().sum()))
         optimizer.step()
     (found,) = optimizer.block_statistics()
@@ -149,7 +150,7 @@ def test_means_that_started_later_are_corrected_for_their_own_age():
     optimizer.load_state_dict(adamw.state_dict())
     optimizer.param_groups[0]["mean_beta"] = 0.9
     recorded = [grads[0] for grads in take_steps(optimizer, [param], 3, seed=1)]
-    U = optimizer.state[param]["unit_basis"]
+    U, _ = bases(optimizer.state[param])
     weights = [0.81, 0.9, 1.0]
     squares = [float((U.mT @ G).square().sum()) for G in recorded]
     (found,) = optimizer.block_statistics()

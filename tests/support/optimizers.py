@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from blockmean import AdaGradBMA, AdaGradFull, AdamBMA, Anova, NaturalGradientBMA
+from blockmean.optim.batches import means_in
 
 
 def stripes(name, tensor):
@@ -343,3 +344,9 @@ def assert_same(actual, expected, where=""):
             assert_same(a, e, f"{where}[{i}]")
     else:
         assert actual == expected, f"{where}: {actual!r} is not {expected!r}"
+
+
+def bases(state):
+    """U and V of a matrix in the state of Anova."""
+    means = means_in(state)
+    return means.U[0], means.V[0]

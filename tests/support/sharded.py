@@ -486,10 +486,10 @@ def turned(noise: float, scale: float, how: str | None) -> list[bool]:
     for t in range(9):
         grad = scale * (u @ v * torch.randn(1, generator=rng) + noise * torch.randn(64, 48, generator=rng))
         param.grad = grad if placed is None else distribute_tensor(grad, *placed, src_data_rank=None)
-        before = full(optimizer.state[param]["unit_basis"]).clone() if t else None
+        before = full(optimizer.state[param]["unit_means"])[:, :14].clone() if t else None  # U
         optimizer.step()
         if t and t % 3 == 2:
-            found.append(not torch.equal(before, full(optimizer.state[param]["unit_basis"])))
+            found.append(not torch.equal(before, full(optimizer.state[param]["unit_means"])[:, :14]))
     return found
 
 

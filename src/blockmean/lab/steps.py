@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from blockmean import Anova
 from blockmean.lab.arms import PEERS, Unsuitable, make, state_bytes
 from blockmean.lab.compare import Table
 from blockmean.lab.environment import environment, package_version, use_threads
@@ -138,11 +139,10 @@ def yardsticks(name: str) -> tuple[str, str]:
 
 def operations(optimizer: torch.optim.Optimizer) -> int:
     """Floating-point operations of Anova's products in a step, the turn of U and V not counted; 0 without means."""
-    with_means = ((param, state) for param, state in optimizer.state.items() if "unit_basis" in state)
-    means = (
-        (param.numel(), state["unit_basis"].shape[1] + state["input_basis"].shape[0]) for param, state in with_means
-    )
-    return sum(6 * count * entries for entries, count in means)
+    if not isinstance(optimizer, Anova):
+        return 0
+    matrices = optimizer.block_statistics()
+    return sum(4 * sum(matrix.num_means) * matrix.entries for matrix in matrices)
 
 
 # ---------------------------------------------------------------- measuring

@@ -56,7 +56,10 @@ from blockmean.optim.batches import (
     MEANS,
     Batch,
     batches_of,
+    counts,
+    fits,
     mean_state,
+    means_in,
     means_of,
     over_processes,
     reducer,
@@ -65,6 +68,7 @@ from blockmean.optim.batches import (
 )
 from blockmean.optim.decomposition import (
     bound_,
+    count_,
     mean_squares,
     precondition,
     project,
@@ -199,12 +203,16 @@ class Anova(BaseOptimizer):
         average = sharding.like(param, local(state["exp_avg"]).contiguous(), range(param.ndim))
         began = state["step"].detach().to("cpu", torch.float32, copy=True)
         means = mean_state(param, *means_of(param.shape, group["means"]))
-        return {**state, "exp_avg": average, "means_start_step": began, **means}
+        if steps := int(began):  # of AdamW
+            of_average, _, of_rest = local(means["grand_means"])[-3:].unbind()
+            of_average.fill_(1 - group["betas"][0] ** steps)
+            of_rest.fill_(1 - group["betas"][1] ** steps)
+        return {**state, "step": began.clone(), "exp_avg": average, "means_start_step": began, **means}
 
     def check_state(self, number: int, group: dict[str, Any], states: Mapping[int, State]) -> None:
         current, owner = self.param_groups[number], type(self).__name__
         params = distinct(current)
-        if any("units" in state or "began" in state for state in states.values()):
+        if any(state.keys() & {"units", "began", "unit_basis"} for state in states.values()):
             raise ValueError(
                 f"The checkpoint is one of {owner}'s first form, which kept second moments per entry; learning rates "
                 "meant something else there. Keep the version it was made with, or start with fresh optimizer state."
@@ -213,7 +221,7 @@ class Anova(BaseOptimizer):
         for i, state in states.items():
             asked = means_of(params[i].shape, group["means"])
             wanted[i] = ("exp_avg",) if any(asked) else ("exp_avg", "exp_avg_sq")
-            if "unit_basis" in state and (state["unit_basis"].shape[1], state["input_basis"].shape[0]) != asked:
+            if "unit_means" in state and not fits(state, *asked):
                 raise ValueError(other_means({**group, "params": current["params"]}, i, state, asked, owner))
         require_state(current, states, wanted, owner)
 
@@ -239,9 +247,9 @@ class Anova(BaseOptimizer):
                 )
             asked = means_of(params[i].shape, group["means"])
             (matrices if any(asked) else plain).append(i)
-            if "unit_basis" not in state and any(asked):
+            if "unit_means" not in state and any(asked):
                 step.states[i] = self._with_means(params[i], group, state)
-            elif "unit_basis" in state and (state["unit_basis"].shape[1], state["input_basis"].shape[0]) != asked:
+            elif "unit_means" in state and not fits(state, *asked):
                 raise ValueError(other_means(group, i, state, asked, type(self).__name__))
         batches = batches_of(step, matrices)
         for batch in batches:
@@ -257,7 +265,9 @@ class Anova(BaseOptimizer):
         for step in steps:
             self._apply_adamw(step)
         batches = [batch for step in steps for batch in step.work[1]]
-        starting = [batch for batch in batches if batch.matrices.numbers.age == 1]
+        for batch in batches:
+            count_(batch.matrices.means, batch.matrices.numbers)
+        starting = [batch for batch in batches if batch.matrices.numbers.is_first]
         if starting:
             self._start(starting)
         found = [sums_of_squares(b.matrices.means.U, b.matrices.means.V, b.products) for b in batches]
@@ -267,7 +277,7 @@ class Anova(BaseOptimizer):
         for batch, sums in zip(batches, found, strict=True):
             matrices, products = batch.matrices, batch.products
             update_moments_(matrices, products, sums)
-            if matrices.numbers.age == 1:
+            if matrices.numbers.is_first:
                 set_factor_(matrices, products.total, *mean_squares(matrices.means.U, products, sums, matrices.shape))
             update_(batch.params, matrices, precondition(matrices, products.total))
         if due:
@@ -358,15 +368,16 @@ class Anova(BaseOptimizer):
         for number, group in enumerate(self.param_groups):
             for i, (name, param) in enumerate(zip(given_names(group), distinct(group), strict=True)):
                 state = self.state.get(param, {})
-                if "unit_basis" in state:
-                    found.append(mean_statistics(number, name or f"param{i}", param, state, group))
+                if "unit_means" in state:
+                    shape = param.shape[0], param.shape[1:].numel()
+                    found.append(mean_statistics(number, name or f"param{i}", shape, means_in(state)))
         return found
 
 
 def other_means(group: dict[str, Any], i: int, state: State, asked: tuple[int, int], owner: str) -> str:
     """Why a state does not fit."""
+    k, q = counts(state)
     return (
-        f"{shown_names(group)[i]} has {state['unit_basis'].shape[1]} means over units and "
-        f"{state['input_basis'].shape[0]} over inputs, and means={group['means']!r} asks for {asked[0]} and "
-        f"{asked[1]}. Construct {owner} anew to change them."
+        f"{shown_names(group)[i]} has {k} means over units and {q} over inputs, and means={group['means']!r} asks for "
+        f"{asked[0]} and {asked[1]}. Construct {owner} anew to change them."
     )

@@ -20,8 +20,9 @@ from blockmean.optim.decomposition import (
     Place,
     Products,
     Reduce,
-    Squares,
     Sums,
+    split_state,
+    state_widths,
 )
 from blockmean.optim.sharding import Sides, Sum, local
 
@@ -35,12 +36,8 @@ rank. There means would cost more than AdamW's second moments do, and rare words
 SMALL = 2**14
 """Entries up to which equal matrices are stacked on a CPU: larger ones do not gain from it."""
 
-# The state of means; V, Y and UM have the dims of their parameter behind the first.
-UNIT_STATE = ("unit_basis", "unit_sketch", "unit_avg", "rest_sq")  # U, X, MV, v_E: one row per unit
-INPUT_STATE = ("input_basis", "input_sketch", "input_avg")  # Vᵀ, Yᵀ, UM: one column per input
-SMALL_STATE = ("grand_avg", "grand_sq", "unit_sq", "input_sq", "variance", "rest_variance", "step_factor")
-# K, v_K, v_R, v_L, σ², that of E, c
-MEANS = (*UNIT_STATE, *INPUT_STATE, *SMALL_STATE)
+MEANS = ("unit_means", "input_means", "grand_means")
+"""The state of means, as `split_state` takes it; `input_means` has the dims of its parameter behind the first."""
 
 
 def means_of(shape: Sequence[int], means: int | Sequence[int] | str) -> tuple[int, int]:
@@ -61,17 +58,34 @@ def means_of(shape: Sequence[int], means: int | Sequence[int] | str) -> tuple[in
 
 def mean_state(param: Tensor, k: int, q: int) -> State:
     """The state of k and q means that have not started, all zero."""
-    own = local(param)
-    rows, columns = own.shape[:1], own.shape[1:]
-    shapes = [(*rows, k), (*rows, k), (*rows, q), rows, (q, *columns), (q, *columns), (k, *columns), (k, q), (k, q)]
-    zeros = [own.new_zeros(shape, dtype=arithmetic(own.dtype)) for shape in (*shapes, (q,), (k,), (), (), ())]
+    own, (columns, rows, numbers) = local(param), state_widths(k, q)
+    shapes = (own.shape[0], columns), (rows, *own.shape[1:]), (numbers,)
+    zeros = [own.new_zeros(shape, dtype=arithmetic(own.dtype)) for shape in shapes]
     named = zip(MEANS, zeros, strict=True)
     return {name: sharding.like(param, zero, sharded_dims(name, zero.ndim)) for name, zero in named}
 
 
 def sharded_dims(name: str, ndim: int) -> list[int]:
     """The dims along which the state of means is sharded if its parameter is."""
-    return [0] if name in UNIT_STATE else list(range(1, ndim)) if name in INPUT_STATE else []
+    return {"unit_means": [0], "input_means": list(range(1, ndim)), "grand_means": []}[name]
+
+
+def fits(state: State, k: int, q: int) -> bool:
+    """Whether a state has this many means."""
+    widths = state["unit_means"].shape[1], state["input_means"].shape[0], state["grand_means"].shape[0]
+    return widths == state_widths(k, q)
+
+
+def means_in(state: State) -> Means:
+    """The means of one matrix, as this process has them, (1, …) each."""
+    units, inputs, grand = (local(state[name])[None] for name in MEANS)
+    return split_state(units, inputs.flatten(2), grand, *counts(state))
+
+
+def counts(state: State) -> tuple[int, int]:
+    """How many means a state has, over units and over inputs."""
+    columns, rows = state["unit_means"].shape[1] - 1, state["input_means"].shape[0]
+    return (2 * columns - rows) // 3, (2 * rows - columns) // 3
 
 
 @dataclass
@@ -105,47 +119,45 @@ def batches_of(step: GroupStep, matrices: Sequence[int]) -> list[Batch]:
     together: dict[Any, list[int]] = {}
     for i in matrices:
         param, state = step.params[i], step.states[i]
-        count = int(state["step"]) + 1
-        age = count - int(state["means_start_step"])
         alone = i if param.device.type == "cpu" and param.numel() > SMALL else -1
         placement = sharding.placement_of(param) if step.is_sharded else None
-        kind = param.shape, param.dtype, placement, alone, count, age
+        kind = param.shape, param.dtype, placement, alone, int(state["step"]), int(state["means_start_step"])
         together.setdefault(kind, []).append(i)
-    return [_batch(step, indices, *kind[-2:]) for kind, indices in together.items()]
+    return [_batch(step, indices) for indices in together.values()]
 
 
-def _batch(step: GroupStep, indices: list[int], count: int, age: int) -> Batch:
+def _batch(step: GroupStep, indices: list[int]) -> Batch:
     group, first = step.group, step.params[indices[0]]
     states = [step.states[i] for i in indices]
-    s = {name: _stack([local(state[name]) for state in states]) for name in ("exp_avg", *MEANS)}
-    grads = [step.grads[i] for i in indices]
-    G = _stack([grad.reshape(len(grad), grad.shape[1:].numel()) for grad in grads]).to(s["exp_avg"].dtype)
-    (V, Y, UM), (U, X, MV, v_E) = (s[name].flatten(2) for name in INPUT_STATE), (s[name] for name in UNIT_STATE)
-    v = Squares(s["grand_sq"], s["unit_sq"], s["input_sq"], v_E)
-    beta1, beta2 = group["betas"]
-    mean_beta = group["mean_beta"]
-    numbers = Numbers(
-        beta1,
-        (mean_beta, mean_beta, mean_beta, beta2),
-        float(group["lr"]),
-        group["weight_decay"],
-        group["eps"],
-        count,
-        age,
-        1 - beta1**count,
-        (1 - mean_beta**age, 1 - mean_beta**age, 1 - mean_beta**age, 1 - beta2**count),
-        refreshes=age % group["refresh_every"] == 0,
-    )
+    stacked = {name: _stack([local(state[name]) for state in states]) for name in ("exp_avg", *MEANS)}
+    M, units, inputs, grand = stacked.values()
+    G = _stack([step.grads[i].flatten(1) for i in indices]).to(M.dtype)
     matrices = Matrices(
         -G if group["maximize"] else G,
-        s["exp_avg"].view(G.shape),
-        Means(U, V.mT, X, Y.mT, s["grand_avg"], MV, UM, v, s["variance"], s["rest_variance"], s["step_factor"]),
+        M.view(G.shape),
+        split_state(units, inputs.view(*inputs.shape[:2], G.shape[2]), grand, *means_of(first.shape, group["means"])),
         (first.shape[0], first.shape[1:].numel()),
         places_of(first) if step.is_sharded else (Place(), Place()),
-        numbers,
+        numbers_of(group, states[0]),
     )
     sides = sharding.sides_of(first) if step.is_sharded else sharding.WHOLE
-    return Batch(indices, [local(step.params[i]) for i in indices], states, s, matrices, sides)
+    return Batch(indices, [local(step.params[i]) for i in indices], states, stacked, matrices, sides)
+
+
+def numbers_of(group: dict[str, Any], state: State) -> Numbers:
+    """The numbers of the next step of a matrix."""
+    (beta1, beta2), step, start = group["betas"], int(state["step"]) + 1, int(state["means_start_step"])
+    return Numbers(
+        beta1,
+        group["mean_beta"],
+        beta2,
+        group["lr"] if group["capturable"] else float(group["lr"]),
+        group["weight_decay"],
+        group["eps"],
+        step,
+        is_first=step == start + 1,
+        refreshes=(step - start) % group["refresh_every"] == 0,
+    )
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:

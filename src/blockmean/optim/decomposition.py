@@ -3,7 +3,7 @@
 Every tensor has a batch dim in front, for equal matrices that take a step together: G is (n, O, I), U (n, O, k),
 V (n, I, q). A process may have only some rows and columns of a matrix: then G and M are what it has of them, U, X, MV
 and v_E have its rows, V, Y and UM its columns. Whatever is a sum over all rows or columns is completed by `reduce`,
-which does nothing where a process has them all.
+which does nothing where a process has them all. Nothing here branches on values, so an accelerator never waits.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Squares(NamedTuple):
 
 
 class Means(NamedTuple):
-    """What a batch of matrices has learned, and M in these coordinates."""
+    """What a batch of matrices has learned, and M in these coordinates: views of their state."""
 
     U: Tensor  # (n, O, k)
-    V: Tensor  # (n, I, q), a view: the state has Vᵀ
+    V: Tensor  # (n, I, q)
     X: Tensor  # (n, O, k), which U follows
     Y: Tensor  # (n, I, q), which V follows
     K: Tensor  # (n, k, q), Uᵀ M V
@@ -59,6 +59,27 @@ class Means(NamedTuple):
     variance: Tensor  # (n,), average of the mean square of all entries of G
     rest_variance: Tensor  # (n,), the same of E
     factor: Tensor  # (n,), c
+    weights: Tensor  # (n, 3), bias corrections of M, of the v of means, and of v_E: what averages of ones would be
+
+
+def split_state(units: Tensor, inputs: Tensor, grand: Tensor, k: int, q: int) -> Means:
+    """The parts of the three tensors in which a matrix keeps its means:
+
+    units   (n, O, 2k+q+1)       U | X | MV | v_E
+    inputs  (n, 2q+k, I)         Vᵀ, Yᵀ, UM
+    grand   (n, 2kq+q+k+6)       K | v_K | v_R | v_L | the mean squares of G and of E | c | weights
+    """
+    U, X, MV, v_E = units.split([k, k, q, 1], -1)
+    V, Y, UM = inputs.split([q, q, k], -2)
+    K, v_K, v_R, v_L, sizes, weights = grand.split([k * q, k * q, q, k, 3, 3], -1)
+    variance, rest_variance, factor = sizes.unbind(-1)
+    v = Squares(v_K.unflatten(-1, (k, q)), v_R, v_L, v_E.squeeze(-1))
+    return Means(U, V.mT, X, Y.mT, K.unflatten(-1, (k, q)), MV, UM, v, variance, rest_variance, factor, weights)
+
+
+def state_widths(k: int, q: int) -> tuple[int, int, int]:
+    """Columns of `units`, rows of `inputs`, and the length of `grand`."""
+    return 2 * k + q + 1, 2 * q + k, 2 * k * q + q + k + 6
 
 
 class Products(NamedTuple):
@@ -100,15 +121,29 @@ class Numbers:
     """The numbers of one step, equal for a batch of matrices."""
 
     beta1: float
-    betas: tuple[float, float, float, float]  # of v_K, v_R, v_L and v_E
-    lr: float
+    mean_beta: float
+    beta2: float
+    lr: float | Tensor
     weight_decay: float
     eps: float
     step: int  # this one included
-    age: int  # steps since the means started, this one included
-    bias_correction1: float
-    bias_corrections: tuple[float, float, float, float]  # of v_K, v_R, v_L and v_E
-    refreshes: bool  # whether U and V turn after this step
+    is_first: bool  # whether means start in this step
+    refreshes: bool  # whether U and V turn after it
+    ok: Tensor | None = None  # 0 on the device if nothing may change, else 1; None: the host has looked
+
+    @property
+    def betas(self) -> tuple[float, float, float, float]:
+        """Of v_K, v_R, v_L and v_E."""
+        return self.mean_beta, self.mean_beta, self.mean_beta, self.beta2
+
+    def news(self, beta: float) -> float | Tensor:
+        """How much an average takes from a new value."""
+        return 1 - beta if self.ok is None else (1 - beta) * self.ok
+
+    @property
+    def rate(self) -> float | Tensor:
+        """The learning rate, or 0 if nothing may change."""
+        return self.lr if self.ok is None else self.lr * self.ok
 
 
 class Place(NamedTuple):
@@ -185,45 +220,68 @@ def mean_squares(U: Tensor, products: Products, sums: SumsOfSquares, shape: tupl
     return Squares(K.square(), sums.R / units, of_L / inputs, rows / inputs), rest / (units * inputs)
 
 
+def count_(means: Means, numbers: Numbers) -> None:
+    """Let the bias corrections follow this step."""
+    of_average, of_means, of_rest = means.weights.unbind(-1)
+    if numbers.is_first:
+        of_means.zero_()
+    for weight, beta in ((of_average, numbers.beta1), (of_means, numbers.mean_beta), (of_rest, numbers.beta2)):
+        weight.add_((1 - weight) * numbers.news(beta))
+
+
 def update_moments_(matrices: Matrices, products: Products, sums: SumsOfSquares) -> None:
-    """First and second moments, and sketches: all that a step learns from a gradient but M, which pass 2 updates.
+    """All that a step learns from a gradient but M, which pass 2 updates.
 
     MV, UM and K follow M by linearity. Each side follows what the means of the other side see of G.
     """
     means, numbers, (GV, UG, K, *_) = matrices.means, matrices.numbers, products
     for average, value in zip((means.MV, means.UM, means.K), (GV, UG, K), strict=True):
-        average.lerp_(value, 1 - numbers.beta1)
+        average.lerp_(value, numbers.news(numbers.beta1))
     squares, rest = mean_squares(means.U, products, sums, matrices.shape)
     for v, square, beta in zip(means.v, squares, numbers.betas, strict=True):
-        v.lerp_(square, 1 - beta)
-    means.variance.lerp_(products.total / math.prod(matrices.shape), 1 - numbers.betas[-1])
-    means.rest_variance.lerp_(rest, 1 - numbers.betas[-1])
-    means.X.lerp_(GV @ K.mT, 1 - FORGET)
-    means.Y.lerp_(UG.mT @ K, 1 - FORGET)
+        v.lerp_(square, numbers.news(beta))
+    means.variance.lerp_(products.total / math.prod(matrices.shape), numbers.news(numbers.beta2))
+    means.rest_variance.lerp_(rest, numbers.news(numbers.beta2))
+    means.X.lerp_(GV @ K.mT, numbers.news(FORGET))
+    means.Y.lerp_(UG.mT @ K, numbers.news(FORGET))
 
 
-def roots(v: Squares, numbers: Numbers, floors: Sequence[Tensor | float] = (0.0,) * 4) -> list[Tensor]:
+def roots(means: Means, eps: float, floors: Sequence[Tensor | float] = (0.0,) * 4) -> list[Tensor]:
     """√v̂ + ε of every block, and a floor besides."""
-    smallest = torch.finfo(v.K.dtype).tiny ** 0.5  # 0 / 0 is 0
+    smallest = torch.finfo(means.K.dtype).tiny ** 0.5  # 0 / 0 is 0
     return [
-        (x / correction).sqrt_().add_(numbers.eps + floor).clamp_(min=smallest)
-        for x, correction, floor in zip(v, numbers.bias_corrections, floors, strict=True)
+        (v / weight).sqrt_().add_(eps + floor).clamp_(min=smallest)
+        for v, weight, floor in zip(means.v, corrections(means), floors, strict=True)
     ]
 
 
+def corrections(means: Means) -> list[Tensor]:
+    """The bias corrections of v_K, v_R, v_L and v_E, to divide them by."""
+    of_means, of_rest = means.weights[:, 1, None], means.weights[:, 2, None]
+    return [of_means[..., None], of_means, of_means, of_rest]
+
+
 def precondition(matrices: Matrices, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """c δ as a diagonal and a product of low rank: diag(d) M + left · right."""
-    means, (units, inputs) = matrices.means, matrices.shape
+    """η c δ as a diagonal and a product of low rank: diag(d) M + left · right."""
+    means, numbers, (units, inputs) = matrices.means, matrices.numbers, matrices.shape
     U, V, K, MV, UM = means.U, means.V, means.K, means.MV, means.UM
     # What is zero but for rounding must not take a full step.
     noise = (NOISE * total.sqrt())[:, None]
     floors = noise[..., None], noise * units**-0.5, noise * inputs**-0.5, noise * (units * inputs) ** -0.5
-    root_K, root_R, root_L, root_E = roots(means.v, matrices.numbers, floors)
+    root_K, root_R, root_L, root_E = roots(means, numbers.eps, floors)
     d = root_E.reciprocal_().unsqueeze(-1)
-    c = means.factor.clamp(max=max(LIFT / max(matrices.numbers.lr, LIFT / FACTORS[1]), FACTORS[0]))[:, None, None]
+    rate = (numbers.rate * means.factor.clamp(max=longest_factor(numbers.lr)) / means.weights[:, 0])[:, None, None]
     of_inputs = U @ (K / root_K) + (MV - U @ K) / root_R.unsqueeze(-2) - d * MV
     of_units = U / root_L.unsqueeze(-2) - d * U
-    return c * d, c * torch.cat([of_inputs, of_units], -1), torch.cat([V.mT, UM - K @ V.mT], -2)
+    return rate * d, rate * torch.cat([of_inputs, of_units], -1), torch.cat([V.mT, UM - K @ V.mT], -2)
+
+
+def longest_factor(lr: float | Tensor) -> float | Tensor:
+    """The largest c that does not lift a learning rate above `LIFT`."""
+    least, most = FACTORS
+    if isinstance(lr, Tensor):
+        return (LIFT / lr.clamp(min=LIFT / most)).clamp(min=least)
+    return max(LIFT / max(lr, LIFT / most), least)
 
 
 # -------------------------------------------------------------------- pass 2
@@ -232,14 +290,15 @@ def precondition(matrices: Matrices, total: Tensor) -> tuple[Tensor, Tensor, Ten
 def update_(params: Sequence[Tensor], matrices: Matrices, direction: tuple[Tensor, Tensor, Tensor]) -> None:
     """M ← average of G;  θ ← (1 − η w) θ − η c δ, rounded once to the parameters' own dtype."""
     M, numbers = matrices.M, matrices.numbers
-    M.lerp_(matrices.G, 1 - numbers.beta1)
+    M.lerp_(matrices.G, numbers.news(numbers.beta1))
     d, left, right = direction
-    rate, decay = numbers.lr / numbers.bias_correction1, 1 - numbers.lr * numbers.weight_decay
-    if len(params) == 1 and params[0].dtype == M.dtype and params[0].is_contiguous():
-        params[0].view(M.shape).baddbmm_(left, right, beta=decay, alpha=-rate).addcmul_(M, d, value=-rate)
-        return
-    for param, delta in zip(params, torch.baddbmm(M * d, left, right).unbind(), strict=True):
-        param.copy_((param.to(M.dtype) * decay).sub_(delta.view(param.shape), alpha=rate))
+    change = torch.baddbmm(M * d, left, right).unbind()
+    thetas = [param.to(M.dtype) for param in params]
+    if numbers.weight_decay:
+        torch._foreach_mul_(thetas, 1 - numbers.rate * numbers.weight_decay)
+    torch._foreach_sub_(thetas, [x.view_as(theta) for x, theta in zip(change, thetas, strict=True)])
+    if params[0].dtype != M.dtype:
+        torch._foreach_copy_(list(params), thetas)
 
 
 # -------------------------------------------------------------------- start and refresh
@@ -329,11 +388,10 @@ def bound_(batches: Sequence[Matrices], products: Sequence[Products], reduce: Re
     reduce(sums_of(found))
     for b, p, sums in zip(batches, products, found, strict=True):
         numbers, (squares, rest) = b.numbers, mean_squares(b.means.U, p, sums, b.shape)
-        for v, square, beta, correction in zip(
-            b.means.v, squares, numbers.betas, numbers.bias_corrections, strict=True
-        ):
-            bound = adam_bound(numbers.beta1, beta, numbers.step) * numbers.bias_correction1
-            v.copy_(v.maximum(square * (correction / bound**2)))
+        of_M = b.means.weights[:, 0].square()
+        for v, square, beta, weight in zip(b.means.v, squares, numbers.betas, corrections(b.means), strict=True):
+            bound = adam_bound(numbers.beta1, beta, numbers.step) ** 2 * of_M.view_as(weight)
+            v.copy_(v.maximum(square * (weight / bound)))
         set_factor_(b, p.total, squares, rest)
 
 
@@ -344,13 +402,13 @@ def set_factor_(b: Matrices, total: Tensor, squares: Squares, rest: Tensor) -> N
     under AdamW. Gains are to first order, ⟨A, A/σ⟩ and ⟨A, δ⟩, for the average gradient or the first one, A. All rows
     of E count alike here, which needs no sum over them. What may be rounding counts as no gain.
     """
-    (units, inputs), correction = b.shape, b.numbers.bias_corrections[-1]
-    root_K, root_R, root_L, _ = roots(b.means.v, b.numbers)
+    (units, inputs), means = b.shape, b.means
+    root_K, root_R, root_L, _ = roots(means, b.numbers.eps)
     of_means = (squares.K / root_K).sum((-2, -1)) + units * (squares.R / root_R).sum(-1)
-    sigma, root_E = ((v / correction).sqrt() for v in (b.means.variance, b.means.rest_variance))
+    sigma, root_E = ((v / means.weights[:, 2]).sqrt() for v in (means.variance, means.rest_variance))
     of_rest = ((units * inputs * rest - LEAST * total).clamp(min=0) / root_E).nan_to_num(0.0)
     gain = of_means + inputs * (squares.L / root_L).sum(-1) + of_rest
-    b.means.factor.copy_((total / sigma / gain).nan_to_num(FACTORS[0]).clamp(*FACTORS))
+    means.factor.copy_((total / sigma / gain).nan_to_num(FACTORS[0]).clamp(*FACTORS))
 
 
 def _sides(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from blockmean._checks import require
+from blockmean.optim.decomposition import Means
 
 
 @dataclass(frozen=True)
@@ -179,20 +180,14 @@ class MeanStatistics:
         return "\n".join([*_aligned(rows), f"{size}; {k} mean{'s' * (k != 1)} over units, {q} over inputs"])
 
 
-def mean_statistics(
-    number: int, name: str, param: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
-) -> MeanStatistics:
-    """From the state of a matrix with means, and the options of its group."""
-    (units, inputs), step = (param.shape[0], param.shape[1:].numel()), int(state["step"])
-    of_means = max(1 - group["mean_beta"] ** (step - int(state["means_start_step"])), math.ulp(0.0))
-    of_remainder = 1 - group["betas"][1] ** step
+def mean_statistics(number: int, name: str, shape: tuple[int, int], means: Means) -> MeanStatistics:
+    """From the state of a matrix with means."""
+    (units, inputs), (of_means, of_rest) = shape, means.weights[0, 1:].double().clamp(min=math.ulp(0.0)).tolist()
     # The average of ‖E‖² is exact; v_E has estimates for its rows.
-    keys = "grand_sq", "unit_sq", "input_sq", "rest_variance"
-    v_K, v_R, v_L, v_E = (float(state[key].double().sum()) for key in keys)
-    rest = units * inputs * v_E / of_remainder
+    v_K, v_R, v_L, v_E = (float(v.double().sum()) for v in (*means.v[:3], means.rest_variance))
+    rest = units * inputs * v_E / of_rest
     energy = Parts(v_K / of_means, units * v_R / of_means, inputs * v_L / of_means, rest)
-    num_means = state["unit_basis"].shape[1], state["input_basis"].shape[0]
-    return MeanStatistics(number, name, (units, inputs), num_means, energy)
+    return MeanStatistics(number, name, shape, (means.U.shape[-1], means.V.shape[-1]), energy)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
