@@ -53,7 +53,7 @@ def require_betas(betas: object, owner: str) -> None:
 
 def require_adamw(group: Mapping[str, Any], owner: str) -> None:
     """Raise if a group, perhaps one of torch's Adam, has an option that AdamW's decoupled step cannot follow."""
-    for name in ("amsgrad", "capturable", "differentiable"):
+    for name in ("amsgrad", "differentiable"):
         require(not group.get(name), name, owner, "False: it has no such form", group.get(name))
     if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
         raise ValueError(

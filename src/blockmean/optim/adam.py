@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from blockmean._checks import require_adamw, require_betas, require_number
+from blockmean._checks import require, require_adamw, require_betas, require_number
 from blockmean.blocks import By
 from blockmean.optim.base import arithmetic
 from blockmean.optim.correction import CorrectedOptimizer
@@ -110,6 +110,7 @@ class AdamBMA(CorrectedOptimizer):
         owner = type(self).__name__
         require_number(group["eigenvalue_floor"], "eigenvalue_floor", owner, positive=True)
         require_adamw(group, owner)
+        require(not group["capturable"], "capturable", owner, "False: it has no such form", group["capturable"])
         if ranges:
             require_betas(group["betas"], owner)
             require_number(group["correction_cap"], "correction_cap", owner, optional=True)

@@ -62,6 +62,7 @@ from blockmean.optim.batches import (
     means_in,
     means_of,
     over_processes,
+    rate_of,
     reducer,
     sharded_dims,
     sharded_sums,
@@ -113,9 +114,11 @@ class Anova(BaseOptimizer):
         weight_decay: decoupled, as in `torch.optim.AdamW`.
         maximize: step uphill.
         nonfinite: what to do about a NaN or infinite gradient: "raise" (before anything changes) or "skip" the step.
+        capturable: never wait for the device, so that steps can be captured in a CUDA graph: `refresh_every` of them in
+            one graph, after a first one outside. Bad gradients are then skipped, and counted on the device.
         foreach, fused: how tensors that take AdamW are computed, as in torch.
 
-    `amsgrad`, `capturable` and `differentiable` must be False. Cost O((k + q) d) per step; state d + O(k O + q I)
+    `amsgrad` and `differentiable` must be False. Cost O((k + q) d) per step; state d + O(k O + q I)
     numbers, half of AdamW's in wide layers.
 
     >>> model = torch.nn.Linear(8, 4)
@@ -169,6 +172,9 @@ class Anova(BaseOptimizer):
         if ranges:
             require_number(group["eps"], "eps", owner)
         require_adamw(group, owner)
+        require(
+            isinstance(group["capturable"], bool), "capturable", owner, "True or False", group["capturable"], TypeError
+        )
         self._check_decays(group)
 
     def _check_decays(self, group: dict[str, Any]) -> None:
@@ -251,12 +257,16 @@ class Anova(BaseOptimizer):
                 step.states[i] = self._with_means(params[i], group, state)
             elif "unit_means" in state and not fits(state, *asked):
                 raise ValueError(other_means(group, i, state, asked, type(self).__name__))
+        if group["capturable"] and step.is_sharded:
+            raise ValueError(f"{type(self).__name__}(capturable=True) does not take sharded parameters.")
         batches = batches_of(step, matrices)
         for batch in batches:
             means = batch.matrices.means
             batch.products = project(batch.matrices.G, means.U, means.V)
-        lengths = [torch.linalg.vector_norm(step.grads[i], dtype=arithmetic(params[i].dtype)).square() for i in plain]
-        step.evidence = [*(batch.products.total for batch in batches), *lengths]
+        step.evidence = [batch.products.total for batch in batches]
+        if grads := [step.grads[i] for i in plain]:
+            lengths = torch._foreach_norm(grads, dtype=arithmetic(grads[0].dtype))
+            step.evidence.append(torch.stack([x.to(lengths[0].dtype) for x in lengths]).square())
         step.sums = sharded_sums(step, batches) if step.is_sharded else []
         step.work = plain, batches
 
@@ -264,6 +274,9 @@ class Anova(BaseOptimizer):
         """The arithmetic between the passes, and pass 2, for all groups at once: one collective serves all of them."""
         for step in steps:
             self._apply_adamw(step)
+            if step.ok is not None:
+                for batch in step.work[1]:
+                    batch.mask(step.ok)
         batches = [batch for step in steps for batch in step.work[1]]
         for batch in batches:
             count_(batch.matrices.means, batch.matrices.numbers)
@@ -289,18 +302,22 @@ class Anova(BaseOptimizer):
         """torch's AdamW for all tensors without means. It counts their steps, too."""
         group, plain = step.group, step.work[0]
         rows = []
+        asked = bool(group["fused"] or (group["fused"] is None and group["foreach"] is None) or group["capturable"])
         for i in plain:
             param, state = local(step.params[i]), step.states[i]
+            if asked:  # torch's fused form counts where it computes
+                state["step"] = state["step"].to(param.device)
             exact = param if param.dtype == arithmetic(param.dtype) else param.to(torch.float32)
             moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
             rows.append((exact, step.grads[i].to(exact.dtype), *moments, state["step"], param))
         # torch's fused form takes memory as it lies, so only what lies alike may go there.
         dense = [all(x.is_contiguous() for x in row[:4]) for row in rows]
-        asked = group["fused"] or (group["fused"] is None and group["foreach"] is None)
         for fused in (True, False):
-            own = [row for row, lies_alike in zip(rows, dense, strict=True) if (lies_alike and bool(asked)) == fused]
+            own = [row for row, lies_alike in zip(rows, dense, strict=True) if (lies_alike and asked) == fused]
             if not own:
                 continue
+            if step.ok is not None and not fused:
+                raise ValueError(f"{type(self).__name__}(capturable=True) needs contiguous parameters and gradients.")
             thetas, grads, first, second, steps, params = map(list, zip(*own, strict=True))
             adamw(
                 thetas,
@@ -314,8 +331,9 @@ class Anova(BaseOptimizer):
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
-                lr=float(group["lr"]),
+                lr=rate_of(group),
                 weight_decay=group["weight_decay"],
+                found_inf=None if step.ok is None else 1 - step.ok,
                 eps=max(group["eps"], max(torch.finfo(x.dtype).tiny for x in thetas) ** 0.5),  # 0 / 0 is 0
                 maximize=group["maximize"],
             )
@@ -336,9 +354,9 @@ class Anova(BaseOptimizer):
         for batch, own, rows, total in zip(batches, products, squares, totals, strict=False):
             batch.products = own
             _, inputs = batch.matrices.shape
-            batch.matrices.means.v.E.copy_(rows / inputs)
+            batch.matrices.means.v.E.add_(rows / inputs)  # zero so far, or AdamW's of an earlier try to start
             for variance in (batch.matrices.means.variance, batch.matrices.means.rest_variance):
-                variance.copy_(total / math.prod(batch.matrices.shape))
+                variance.add_(total / math.prod(batch.matrices.shape))
             for state, length in zip(batch.states, own.total.unbind(), strict=True):
                 state.pop("exp_avg_sq", None)
                 if bool(length == 0):

@@ -11,8 +11,8 @@ A new optimizer implements `init_state`, `read` and `write`, and checks its opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, overload
 
@@ -26,6 +26,9 @@ from blockmean.optim import sharding
 from blockmean.optim.sharding import Exchange, Sum, local_gradient
 
 State = dict[str, Any]
+
+MATMULS = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+PRECISION = "fp32_precision"  # from torch 2.9 on
 
 AS_CONSTRUCTED = ("foreach", "fused", "capturable", "differentiable", "partition")
 """Options that no checkpoint changes: how a step is computed, and what its partition is called here."""
@@ -46,20 +49,22 @@ class GroupStep:
     evidence: list[Tensor] = field(default_factory=list)  # set by `read`: finite if the gradients are
     work: Any = None  # what `read` hands on to `write`
     is_sharded: bool = False  # whether other processes may have parts of its parameters
+    ok: Tensor | None = None  # capturable=True: 1 on the device if all gradients are finite, else 0
 
 
 class BaseOptimizer(Optimizer):
     """A `torch.optim.Optimizer` whose steps change nothing if a gradient is not finite.
 
     Attributes:
-        skipped_steps: how many steps were skipped because a gradient was not finite (nonfinite="skip").
+        skipped_steps: how many steps were skipped because a gradient was not finite (nonfinite="skip"). A tensor on the
+            device with capturable=True.
     """
 
     counters: ClassVar[tuple[str, ...]] = ("step",)
     """State that counts steps: float32 on the CPU, as in torch."""
 
     def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
-        self.skipped_steps = 0
+        self.skipped_steps: int | Tensor = 0
         self._exchange = Exchange()
         super().__init__([{"params": params}] if isinstance(params, nn.Module) else params, defaults)
 
@@ -124,7 +129,8 @@ class BaseOptimizer(Optimizer):
         with ExitStack() as stack:
             for device in {group["params"][0].device.type for group in self.param_groups if group["params"]}:
                 if torch.amp.is_autocast_available(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))  # products keep their precision
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(exact_products())
             self._step()
         return loss
 
@@ -146,7 +152,9 @@ class BaseOptimizer(Optimizer):
                 raise
             steps, failure = [], error  # the other processes are waiting
         bad_elsewhere = bool(processes) and self._reduce(steps, failure, processes)
-        if bad_elsewhere or not all_finite(steps):
+        if steps and all(step.group.get("capturable") for step in steps):
+            mask_on_device(self, steps)
+        elif bad_elsewhere or not all_finite(steps):
             for step in steps:
                 if step.group["nonfinite"] == "raise" and not all_finite([step]):
                     raise ValueError(describe_nonfinite(step))
@@ -300,8 +308,45 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype:
 
 def all_finite(steps: Sequence[GroupStep]) -> bool:
     """Whether the evidence of every group is finite. Only here does a step wait for an accelerator."""
-    flags = [x.isfinite().all() for step in steps for x in step.evidence]
-    return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()) if flags else True
+    found = finite_flag(steps)
+    return found is None or bool(found)
+
+
+def finite_flag(steps: Sequence[GroupStep]) -> Tensor | None:
+    """The same on the device, where nobody waits for it; None without evidence."""
+    evidence = [x.flatten() for step in steps for x in step.evidence]
+    if not evidence:
+        return None
+    if len({(x.device, x.dtype) for x in evidence}) > 1:
+        evidence = [x.isfinite().all()[None].to(evidence[0].device) for x in evidence]
+    return torch.cat(evidence).isfinite().all()
+
+
+def mask_on_device(optimizer: BaseOptimizer, steps: Sequence[GroupStep]) -> None:
+    """Let `write` know on the device whether anything may change, and count there if not."""
+    flag = finite_flag(steps)
+    if flag is None:
+        return
+    ok = flag.to(torch.float32)
+    for step in steps:
+        step.ok = ok
+    if not isinstance(optimizer.skipped_steps, Tensor):
+        optimizer.skipped_steps = torch.full_like(ok, optimizer.skipped_steps)
+    optimizer.skipped_steps.add_(1 - ok)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Products in full float32, whatever the program has set: TF32 would ruin orthonormal bases."""
+    backends = [backend for backend in MATMULS if hasattr(backend, PRECISION)]
+    before = [getattr(backend, PRECISION) for backend in backends]
+    for backend in backends:
+        setattr(backend, PRECISION, "ieee")
+    try:
+        yield
+    finally:
+        for backend, kept in zip(backends, before, strict=True):
+            setattr(backend, PRECISION, kept)
 
 
 def describe_nonfinite(step: GroupStep) -> str:

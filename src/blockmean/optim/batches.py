@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,13 @@ class Batch:
             for name, values in self.stacked.items():
                 torch._foreach_copy_([local(state[name]) for state in self.states], list(values.unbind()))
 
+    def mask(self, ok: Tensor) -> None:
+        """Let nothing change unless `ok` is 1: then gradients, and what was taken from them, count as zero."""
+        ok = ok.to(self.matrices.G.device, self.matrices.G.dtype)
+        numbers = replace(self.matrices.numbers, ok=ok)
+        self.matrices = self.matrices._replace(G=torch.where(ok > 0, self.matrices.G, 0.0), numbers=numbers)
+        self.products = Products(*(torch.where(ok > 0, x, 0.0) for x in self.products))
+
     def adamw_squares(self) -> Tensor:
         """Sums over inputs of AdamW's second moments, where it has trained so far; else 0, (n, O)."""
         kept = [state.get("exp_avg_sq") for state in self.states]
@@ -144,6 +151,12 @@ def _batch(step: GroupStep, indices: list[int]) -> Batch:
     return Batch(indices, [local(step.params[i]) for i in indices], states, stacked, matrices, sides)
 
 
+def rate_of(group: dict[str, Any]) -> float | Tensor:
+    """The learning rate, a number unless that would make the host wait for it."""
+    lr = group["lr"]
+    return lr.reshape(()) if group["capturable"] and isinstance(lr, Tensor) else float(lr)
+
+
 def numbers_of(group: dict[str, Any], state: State) -> Numbers:
     """The numbers of the next step of a matrix."""
     (beta1, beta2), step, start = group["betas"], int(state["step"]) + 1, int(state["means_start_step"])
@@ -151,7 +164,7 @@ def numbers_of(group: dict[str, Any], state: State) -> Numbers:
         beta1,
         group["mean_beta"],
         beta2,
-        group["lr"] if group["capturable"] else float(group["lr"]),
+        rate_of(group),
         group["weight_decay"],
         group["eps"],
         step,

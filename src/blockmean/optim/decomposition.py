@@ -137,7 +137,7 @@ class Numbers:
         return self.mean_beta, self.mean_beta, self.mean_beta, self.beta2
 
     def news(self, beta: float) -> float | Tensor:
-        """How much an average takes from a new value."""
+        """How much an average takes from a new value: all of it with a decay of 0."""
         return 1 - beta if self.ok is None else (1 - beta) * self.ok
 
     @property
@@ -352,6 +352,8 @@ def refresh_(batches: Sequence[Matrices], awake: Sequence[Waking], reduce: Reduc
     good = [x & y for (_, x), (_, y) in zip(first, second, strict=True)]
     for i, (b, p) in enumerate(zip(batches, products, strict=True)):
         fine = (good[i] & good[count + i]).to(b.M.device)[:, None, None]
+        if b.numbers.ok is not None:
+            fine = fine & (b.numbers.ok > 0)
         T_U, T_V = (second[j][0].to(b.M) for j in (i, count + i))
         turns, kept = [], []
         for j, T in ((i, second[i][0]), (count + i, second[count + i][0])):
@@ -391,7 +393,7 @@ def bound_(batches: Sequence[Matrices], products: Sequence[Products], reduce: Re
         of_M = b.means.weights[:, 0].square()
         for v, square, beta, weight in zip(b.means.v, squares, numbers.betas, corrections(b.means), strict=True):
             bound = adam_bound(numbers.beta1, beta, numbers.step) ** 2 * of_M.view_as(weight)
-            v.copy_(v.maximum(square * (weight / bound)))
+            v.copy_(v.maximum(square * (weight / bound * numbers.news(0))))
         set_factor_(b, p.total, squares, rest)
 
 
@@ -408,7 +410,7 @@ def set_factor_(b: Matrices, total: Tensor, squares: Squares, rest: Tensor) -> N
     sigma, root_E = ((v / means.weights[:, 2]).sqrt() for v in (means.variance, means.rest_variance))
     of_rest = ((units * inputs * rest - LEAST * total).clamp(min=0) / root_E).nan_to_num(0.0)
     gain = of_means + inputs * (squares.L / root_L).sum(-1) + of_rest
-    means.factor.copy_((total / sigma / gain).nan_to_num(FACTORS[0]).clamp(*FACTORS))
+    means.factor.lerp_((total / sigma / gain).nan_to_num(FACTORS[0]).clamp(*FACTORS), b.numbers.news(0))
 
 
 def _sides(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
