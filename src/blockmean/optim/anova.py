@@ -31,7 +31,6 @@ With k = 1, U = 1/√O and V = 1/√I this is the textbook analysis, and the mea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -262,7 +261,7 @@ class Anova(BaseOptimizer):
         batches = batches_of(step, matrices)
         for batch in batches:
             means = batch.matrices.means
-            batch.products = project(batch.matrices.G, means.U, means.V)
+            batch.products = project(batch.matrices.gradients, means.U, means.V)
         step.evidence = [batch.products.total for batch in batches]
         if grads := [step.grads[i] for i in plain]:
             lengths = torch._foreach_norm(grads, dtype=arithmetic(grads[0].dtype))
@@ -291,7 +290,7 @@ class Anova(BaseOptimizer):
             matrices, products = batch.matrices, batch.products
             update_moments_(matrices, products, sums)
             if matrices.numbers.is_first:
-                set_factor_(matrices, products.total, *mean_squares(matrices.means.U, products, sums, matrices.shape))
+                set_factor_(matrices, products.total, *mean_squares(matrices.means.U, products, sums, matrices.sizes))
             update_(batch.params, matrices, precondition(matrices, products.total))
         if due:
             refresh_([batch.matrices for batch in due], awake, reducer(due))
@@ -345,18 +344,18 @@ class Anova(BaseOptimizer):
         """Let means start in this step, unless a gradient is zero: nothing can be learned from it."""
         reduce, matrices = reducer(batches), [batch.matrices for batch in batches]
         start_(matrices, reduce)
-        products = [project(m.G, m.means.U, m.means.V) for m in matrices]
-        products += [project(m.M, m.means.U, m.means.V) for m in matrices]
+        products = [project(m.gradients, m.means.U, m.means.V) for m in matrices]
+        products += [project(m.averages, m.means.U, m.means.V) for m in matrices]
         squares = [batch.adamw_squares() for batch in batches]
         totals = [rows.sum(-1) for rows in squares]
         sums = sums_of(products)
         reduce({**sums, "inputs": sums["inputs"] + squares, "both": sums["both"] + totals})
         for batch, own, rows, total in zip(batches, products, squares, totals, strict=False):
             batch.products = own
-            _, inputs = batch.matrices.shape
-            batch.matrices.means.v.E.add_(rows / inputs)  # zero so far, or AdamW's of an earlier try to start
+            sizes = batch.matrices.sizes
+            batch.matrices.means.v.E.add_(rows / sizes.inputs)  # zero so far, or AdamW's of an earlier try to start
             for variance in (batch.matrices.means.variance, batch.matrices.means.rest_variance):
-                variance.add_(total / math.prod(batch.matrices.shape))
+                variance.add_(total / sizes.entries)
             for state, length in zip(batch.states, own.total.unbind(), strict=True):
                 state.pop("exp_avg_sq", None)
                 if bool(length == 0):

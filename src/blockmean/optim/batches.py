@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from blockmean.optim.decomposition import (
     Matrices,
     Means,
     Numbers,
+    Part,
     Place,
     Products,
     Reduce,
+    Sizes,
     Sums,
     split_state,
     state_widths,
@@ -32,6 +35,9 @@ NARROW, TALL, MOST = 8, 16, 32
 None for sides of 8 or fewer, and none where one side is more than 16 times the other: vocabularies, adapters of low
 rank. There means would cost more than AdamW's second moments do, and rare words share few of them.
 """
+
+BY_SHAPE = ("cpu",)
+"""Devices that process matrices of one shape at a time. Elsewhere launches cost more than padding does."""
 
 SMALL = 2**14
 """Entries up to which equal matrices are stacked on a CPU: larger ones do not gain from it."""
@@ -90,65 +96,111 @@ def counts(state: State) -> tuple[int, int]:
 
 @dataclass
 class Batch:
-    """Equal matrices that take a step together, as this process has them."""
+    """Matrices that take a step together, as this process has them, those of one shape side by side."""
 
     indices: list[int]  # in their group
     params: list[Tensor]
     states: list[State]
-    stacked: dict[str, Tensor]  # their state, (n, …) each
+    padded: dict[str, Tensor]  # the state of means, (n, …) each
     matrices: Matrices
     sides: Sides
     products: Products = field(init=False)
 
     def store(self) -> None:
-        """Write state back where it was stacked, and count the step."""
+        """Write state back where it was copied, and count the step."""
         torch._foreach_add_([state["step"] for state in self.states], 1)
         if len(self.states) > 1:
-            for name, values in self.stacked.items():
-                torch._foreach_copy_([local(state[name]) for state in self.states], list(values.unbind()))
+            for name, values in self.padded.items():
+                own = [_flat(local(state[name])) for state in self.states]
+                torch._foreach_copy_(own, _corners(values, own))
 
     def mask(self, ok: Tensor) -> None:
         """Let nothing change unless `ok` is 1: then gradients, and what was taken from them, count as zero."""
-        ok = ok.to(self.matrices.G.device, self.matrices.G.dtype)
-        numbers = replace(self.matrices.numbers, ok=ok)
-        self.matrices = self.matrices._replace(G=torch.where(ok > 0, self.matrices.G, 0.0), numbers=numbers)
+        ok = ok.to(self.products.GV.device, self.products.GV.dtype)
+        parts = [part._replace(G=torch.where(ok > 0, part.G, 0.0)) for part in self.matrices.parts]
+        self.matrices = self.matrices._replace(parts=parts, numbers=replace(self.matrices.numbers, ok=ok))
         self.products = Products(*(torch.where(ok > 0, x, 0.0) for x in self.products))
 
     def adamw_squares(self) -> Tensor:
         """Sums over inputs of AdamW's second moments, where it has trained so far; else 0, (n, O)."""
-        kept = [state.get("exp_avg_sq") for state in self.states]
-        nothing = self.matrices.G.new_zeros(self.matrices.G.shape[1])
-        return torch.stack([nothing if x is None else local(x).flatten(1).sum(1) for x in kept])
+        out = torch.zeros_like(self.matrices.means.v.E)
+        for i, state in enumerate(self.states):
+            if "exp_avg_sq" in state:
+                sums = local(state["exp_avg_sq"]).flatten(1).sum(1)
+                out[i, : len(sums)] = sums
+        return out
 
 
 def batches_of(step: GroupStep, matrices: Sequence[int]) -> list[Batch]:
-    """Equal matrices of a group, at the same step, together."""
+    """Matrices of a group at the same step: on accelerators all that have as many means, else those of one shape."""
     together: dict[Any, list[int]] = {}
     for i in matrices:
         param, state = step.params[i], step.states[i]
-        alone = i if param.device.type == "cpu" and param.numel() > SMALL else -1
-        placement = sharding.placement_of(param) if step.is_sharded else None
-        kind = param.shape, param.dtype, placement, alone, int(state["step"]), int(state["means_start_step"])
+        kind: tuple[Any, ...] = param.dtype, int(state["step"]), int(state["means_start_step"])
+        if step.is_sharded or param.device.type in BY_SHAPE:
+            kind += param.shape, sharding.placement_of(param)
+            kind += (i,) if param.device.type == "cpu" and param.numel() > SMALL else ()
+        else:
+            kind += counts(state)
         together.setdefault(kind, []).append(i)
     return [_batch(step, indices) for indices in together.values()]
 
 
 def _batch(step: GroupStep, indices: list[int]) -> Batch:
-    group, first = step.group, step.params[indices[0]]
-    states = [step.states[i] for i in indices]
-    stacked = {name: _stack([local(state[name]) for state in states]) for name in ("exp_avg", *MEANS)}
-    M, units, inputs, grand = stacked.values()
-    G = _stack([step.grads[i].flatten(1) for i in indices]).to(M.dtype)
+    by_shape: dict[torch.Size, list[int]] = {}
+    for i in indices:
+        by_shape.setdefault(_flat(step.grads[i]).shape, []).append(i)
+    group, indices = step.group, [i for same in by_shape.values() for i in same]
+    states, params = [step.states[i] for i in indices], [step.params[i] for i in indices]
+    padded = {name: _padded([_flat(local(state[name])) for state in states]) for name in MEANS}
+    parts, start = [], 0
+    for same in by_shape.values():
+        averages = [_flat(local(step.states[i]["exp_avg"])) for i in same]
+        G = torch.stack([_flat(step.grads[i]) for i in same]) if len(same) > 1 else _flat(step.grads[same[0]])[None]
+        G = G.to(averages[0].dtype)
+        parts.append(Part(slice(start, start + len(same)), -G if group["maximize"] else G, averages))
+        start += len(same)
+    units, inputs, grand = padded.values()
     matrices = Matrices(
-        -G if group["maximize"] else G,
-        M.view(G.shape),
-        split_state(units, inputs.view(*inputs.shape[:2], G.shape[2]), grand, *means_of(first.shape, group["means"])),
-        (first.shape[0], first.shape[1:].numel()),
-        places_of(first) if step.is_sharded else (Place(), Place()),
+        parts,
+        split_state(units, inputs, grand, *counts(states[0])),
+        sizes_of(params),
+        places_of(params[0]) if step.is_sharded else (Place(), Place()),
         numbers_of(group, states[0]),
     )
-    sides = sharding.sides_of(first) if step.is_sharded else sharding.WHOLE
-    return Batch(indices, [local(step.params[i]) for i in indices], states, stacked, matrices, sides)
+    sides = sharding.sides_of(params[0]) if step.is_sharded else sharding.WHOLE
+    return Batch(indices, [local(param) for param in params], states, padded, matrices, sides)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A matrix of what a tensor has, with all dims but the first in one; vectors stay. A view of state."""
+    return x.flatten(1) if x.ndim > 2 else x
+
+
+def _padded(tensors: list[Tensor]) -> Tensor:
+    """A view of one tensor, or a copy of several, smaller ones with zeros behind."""
+    if len(tensors) == 1:
+        return tensors[0][None]
+    sizes = [max(sizes) for sizes in zip(*(x.shape for x in tensors), strict=True)]
+    out = tensors[0].new_zeros(len(tensors), *sizes)
+    torch._foreach_copy_(_corners(out, tensors), tensors)
+    return out
+
+
+def _corners(padded: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What of a padded batch is not padding, as views."""
+    return [row[tuple(map(slice, x.shape))] for row, x in zip(padded.unbind(), tensors, strict=True)]
+
+
+def sizes_of(params: Sequence[Tensor]) -> Sizes:
+    """The sizes of whole matrices. Filled in on their device: a copy from the host could not be captured."""
+    pairs = [(param.shape[0], param.shape[1:].numel()) for param in params]
+    if len(set(pairs)) == 1:
+        return Sizes(*pairs[0], math.prod(pairs[0]))
+    runs = [(pair, len(list(same))) for pair, same in groupby(pairs)]
+    of = params[0].new_empty(0, dtype=arithmetic(params[0].dtype))
+    units, inputs = (torch.cat([of.new_full((n, 1), pair[side]) for pair, n in runs]) for side in (0, 1))
+    return Sizes(units, inputs, (units * inputs).squeeze(1))
 
 
 def rate_of(group: dict[str, Any]) -> float | Tensor:
@@ -171,11 +223,6 @@ def numbers_of(group: dict[str, Any], state: State) -> Numbers:
         is_first=step == start + 1,
         refreshes=(step - start) % group["refresh_every"] == 0,
     )
-
-
-def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    """A view of one tensor, or a copy of several."""
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 # -------------------------------------------------------------------- processes that share matrices

@@ -1,7 +1,8 @@
 """Anova's arithmetic, in plain functions of tensors: project, precondition, refresh. Equations: the head of anova.py.
 
-Every tensor has a batch dim in front, for equal matrices that take a step together: G is (n, O, I), U (n, O, k),
-V (n, I, q). A process may have only some rows and columns of a matrix: then G and M are what it has of them, U, X, MV
+Every tensor has a batch dim in front, for matrices that take a step together: U is (n, O, k), V (n, I, q). G and M come
+as parts, one for each shape, (m, O, I); everything else of smaller matrices is padded with zeros, up to the O and I of
+the largest. A process may have only some rows and columns of a matrix: then G and M are what it has of them, U, X, MV
 and v_E have its rows, V, Y and UM its columns. Whatever is a sum over all rows or columns is completed by `reduce`,
 which does nothing where a process has them all. Nothing here branches on values, so an accelerator never waits.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blockmean._linalg import NOISE, first_coefficients, in_float64, orthonormalized, second_coefficients
@@ -153,8 +155,8 @@ class Place(NamedTuple):
     total: int = 0  # of the whole matrix
 
     def alive(self, x: Tensor) -> Tensor:
-        """Which rows of what a process has are not zero, (n, own, …) → (n, all); the rows of others are 0."""
-        own = (x != 0).any(-1).to(x.dtype)
+        """Which of what a process has are not zero, (n, own) → (n, all); those of others are 0."""
+        own = (x != 0).to(x.dtype)
         return own if self.own_index is None else own.new_zeros(len(x), self.total).index_copy_(1, self.own_index, own)
 
     def own(self, x: Tensor) -> Tensor:
@@ -162,25 +164,65 @@ class Place(NamedTuple):
         return x if self.own_index is None else x.index_select(1, self.own_index)
 
 
-class Matrices(NamedTuple):
-    """A batch of equal matrices that take a step."""
+class Part(NamedTuple):
+    """The matrices of one shape in a batch."""
 
-    G: Tensor  # (n, O, I)
-    M: Tensor  # (n, O, I)
+    at: slice  # where they are in the batch
+    G: Tensor  # (m, O, I)
+    averages: list[Tensor]  # M of each, (O, I)
+
+    @property
+    def M(self) -> Tensor:
+        """(m, O, I), a view of one matrix, or a copy of several."""
+        return self.averages[0][None] if len(self.averages) == 1 else torch.stack(self.averages)
+
+
+class Sizes(NamedTuple):
+    """O, I and O I of whole matrices: numbers, or (n, 1), (n, 1) and (n,) if they differ."""
+
+    units: float | Tensor
+    inputs: float | Tensor
+    entries: float | Tensor
+
+
+class Matrices(NamedTuple):
+    """A batch of matrices that take a step."""
+
+    parts: list[Part]
     means: Means
-    shape: tuple[int, int]  # of a whole matrix
-    places: tuple[Place, Place]  # of its rows and columns
+    sizes: Sizes
+    places: tuple[Place, Place]  # of rows and columns
     numbers: Numbers
+
+    @property
+    def gradients(self) -> list[tuple[slice, Tensor]]:
+        return [(part.at, part.G) for part in self.parts]
+
+    @property
+    def averages(self) -> list[tuple[slice, Tensor]]:
+        return [(part.at, part.M) for part in self.parts]
 
 
 # -------------------------------------------------------------------- pass 1
 
 
-def project(A: Tensor, U: Tensor, V: Tensor) -> Products:
-    """The thin products of a matrix, and the squared lengths of its rows."""
-    AV, UA = A @ V, U.mT @ A
-    rows = torch.linalg.vector_norm(A, dim=-1).square()
-    return Products(AV, UA, U.mT @ AV, rows, rows.sum(-1))
+def project(parts: Sequence[tuple[slice, Tensor]], U: Tensor, V: Tensor) -> Products:
+    """The thin products of all matrices, and the squared lengths of their rows."""
+    AV, UA, rows = [], [], []
+    for at, A in parts:
+        _, units, inputs = A.shape
+        AV.append(A @ V[at, :inputs])
+        UA.append(U[at, :units].mT @ A)
+        rows.append(torch.linalg.vector_norm(A, dim=-1))
+    GV, UG, lengths = joined(AV, -2, U.shape[1]), joined(UA, -1, V.shape[1]), joined(rows, -1, U.shape[1])
+    squares = lengths.square()
+    return Products(GV, UG, U.mT @ GV, squares, squares.sum(-1))
+
+
+def joined(parts: Sequence[Tensor], dim: int, size: int) -> Tensor:
+    """Parts of a batch as one, padded with zeros along a dim."""
+    wide = [F.pad(x, (0, 0) * (-1 - dim) + (0, size - x.shape[dim])) if x.shape[dim] < size else x for x in parts]
+    return wide[0] if len(wide) == 1 else torch.cat(wide)
 
 
 def sums_of_squares(U: Tensor, V: Tensor, products: Products) -> SumsOfSquares:
@@ -201,7 +243,7 @@ def sums_of(found: Sequence[Products] | Sequence[SumsOfSquares] | Sequence[Wakin
 # -------------------------------------------------------------------- between the passes
 
 
-def mean_squares(U: Tensor, products: Products, sums: SumsOfSquares, shape: tuple[int, int]) -> tuple[Squares, Tensor]:
+def mean_squares(U: Tensor, products: Products, sums: SumsOfSquares, sizes: Sizes) -> tuple[Squares, Tensor]:
     """The mean square of every block, and of all of E, (n,).
 
     E is not formed. ‖E‖² = ‖G‖² − ‖K‖² − ‖R‖² − ‖L‖² is exact; its rows are estimated. With F = G − G V Vᵀ, E_i is
@@ -210,14 +252,14 @@ def mean_squares(U: Tensor, products: Products, sums: SumsOfSquares, shape: tupl
     a gradient). It is at least f_i times the share of E in F, and `LEAST` of ‖G_i‖²: a remainder that cancels must not
     look like none, whose step would be far too long.
     """
-    (units, inputs), GV, K, LL = shape, products.GV, products.K, sums.LL
+    GV, K, LL = products.GV, products.K, sums.LL
     of_L = LL.diagonal(dim1=-2, dim2=-1)
     without_V = products.total - K.square().sum((-2, -1)) - sums.R.sum(-1)
     rest = (without_V - of_L.sum(-1)).clamp_(min=0)
     share = (rest / without_V).nan_to_num_(0.0).clamp_(0, 1).unsqueeze(-1)
     f = products.rows - GV.square().sum(-1)
     rows = (f - ((U @ LL) * U).sum(-1)).abs().maximum(share * f).maximum(LEAST * products.rows)
-    return Squares(K.square(), sums.R / units, of_L / inputs, rows / inputs), rest / (units * inputs)
+    return Squares(K.square(), sums.R / sizes.units, of_L / sizes.inputs, rows / sizes.inputs), rest / sizes.entries
 
 
 def count_(means: Means, numbers: Numbers) -> None:
@@ -237,10 +279,10 @@ def update_moments_(matrices: Matrices, products: Products, sums: SumsOfSquares)
     means, numbers, (GV, UG, K, *_) = matrices.means, matrices.numbers, products
     for average, value in zip((means.MV, means.UM, means.K), (GV, UG, K), strict=True):
         average.lerp_(value, numbers.news(numbers.beta1))
-    squares, rest = mean_squares(means.U, products, sums, matrices.shape)
+    squares, rest = mean_squares(means.U, products, sums, matrices.sizes)
     for v, square, beta in zip(means.v, squares, numbers.betas, strict=True):
         v.lerp_(square, numbers.news(beta))
-    means.variance.lerp_(products.total / math.prod(matrices.shape), numbers.news(numbers.beta2))
+    means.variance.lerp_(products.total / matrices.sizes.entries, numbers.news(numbers.beta2))
     means.rest_variance.lerp_(rest, numbers.news(numbers.beta2))
     means.X.lerp_(GV @ K.mT, numbers.news(FORGET))
     means.Y.lerp_(UG.mT @ K, numbers.news(FORGET))
@@ -248,9 +290,9 @@ def update_moments_(matrices: Matrices, products: Products, sums: SumsOfSquares)
 
 def roots(means: Means, eps: float, floors: Sequence[Tensor | float] = (0.0,) * 4) -> list[Tensor]:
     """√v̂ + ε of every block, and a floor besides."""
-    smallest = torch.finfo(means.K.dtype).tiny ** 0.5  # 0 / 0 is 0
+    eps = max(eps, torch.finfo(means.K.dtype).tiny ** 0.5)  # 0 / 0 is 0
     return [
-        (v / weight).sqrt_().add_(eps + floor).clamp_(min=smallest)
+        (v / weight).sqrt_().add_(eps + floor)
         for v, weight, floor in zip(means.v, corrections(means), floors, strict=True)
     ]
 
@@ -263,7 +305,7 @@ def corrections(means: Means) -> list[Tensor]:
 
 def precondition(matrices: Matrices, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """η c δ as a diagonal and a product of low rank: diag(d) M + left · right."""
-    means, numbers, (units, inputs) = matrices.means, matrices.numbers, matrices.shape
+    means, numbers, (units, inputs, _) = matrices.means, matrices.numbers, matrices.sizes
     U, V, K, MV, UM = means.U, means.V, means.K, means.MV, means.UM
     # What is zero but for rounding must not take a full step.
     noise = (NOISE * total.sqrt())[:, None]
@@ -289,15 +331,23 @@ def longest_factor(lr: float | Tensor) -> float | Tensor:
 
 def update_(params: Sequence[Tensor], matrices: Matrices, direction: tuple[Tensor, Tensor, Tensor]) -> None:
     """M ← average of G;  θ ← (1 − η w) θ − η c δ, rounded once to the parameters' own dtype."""
-    M, numbers = matrices.M, matrices.numbers
-    M.lerp_(matrices.G, numbers.news(numbers.beta1))
-    d, left, right = direction
-    change = torch.baddbmm(M * d, left, right).unbind()
-    thetas = [param.to(M.dtype) for param in params]
+    numbers, (d, left, right) = matrices.numbers, direction
+    news = numbers.news(numbers.beta1)
+    averages = [average for part in matrices.parts for average in part.averages]
+    gradients = [G for part in matrices.parts for G in part.G.unbind()]
+    torch._foreach_lerp_(averages, gradients, [news] * len(averages) if isinstance(news, Tensor) else news)
+    change: list[Tensor] = []
+    for at, M in matrices.averages:
+        _, units, inputs = M.shape
+        change += torch.baddbmm(M * d[at, :units], left[at, :units], right[at, :, :inputs]).unbind()
+    thetas = list(params)
+    if params[0].dtype != d.dtype:
+        thetas = [torch.empty_like(param, dtype=d.dtype) for param in params]
+        torch._foreach_copy_(thetas, list(params))
     if numbers.weight_decay:
         torch._foreach_mul_(thetas, 1 - numbers.rate * numbers.weight_decay)
-    torch._foreach_sub_(thetas, [x.view_as(theta) for x, theta in zip(change, thetas, strict=True)])
-    if params[0].dtype != M.dtype:
+    torch._foreach_sub_(thetas, [x.view(theta.shape) for x, theta in zip(change, thetas, strict=True)])
+    if params[0].dtype != d.dtype:
         torch._foreach_copy_(list(params), thetas)
 
 
@@ -306,16 +356,22 @@ def update_(params: Sequence[Tensor], matrices: Matrices, direction: tuple[Tenso
 
 def start_(batches: Sequence[Matrices], reduce: Reduce) -> None:
     """U and V become cosines, the first of which is the plain mean, and take two iterations on the first gradient."""
-    count, sides = len(batches), _sides([(b.G, b.G.mT) for b in batches])
-    alive = _sides([(rows.alive(G), columns.alive(G.mT)) for G, _, _, _, (rows, columns), _ in batches])
-    reduce({"both": alive})
-    bases = _cosines(batches, alive)
+    count, seen = len(batches), []
+    for b in batches:
+        sizes, (rows, columns) = [part.G.abs() for part in b.parts], b.places
+        of_rows = joined([x.sum(-1) for x in sizes], -1, b.means.U.shape[1])
+        of_columns = joined([x.sum(-2) for x in sizes], -1, b.means.V.shape[1])
+        seen.append((rows.alive(of_rows), columns.alive(of_columns)))
+    reduce({"both": _sides(seen)})
+    bases = _cosines(batches, _sides(seen))
     for _ in range(2):
-        thin = [A.mT @ W for A, W in zip(sides, bases, strict=True)]
-        reduce(_by_side(thin))
-        found = [A @ x for A, x in zip(sides, thin, strict=True)]
-        reduce(_by_side(found[count:] + found[:count]))
-        bases = orthonormalized(found, bases, lambda sums: reduce(_by_side(sums)))
+        pairs = zip(batches, bases[:count], bases[count:], strict=True)
+        thin = [project(b.gradients, U, V) for b, U, V in pairs]
+        reduce(sums_of(thin))
+        found = [project(b.gradients, p.GV, p.UG.mT) for b, p in zip(batches, thin, strict=True)]
+        reduce(sums_of(found))
+        sketches = _sides([(p.GV, p.UG.mT) for p in found])
+        bases = orthonormalized(sketches, bases, lambda sums: reduce(_by_side(sums)))
     for b, U, V in zip(batches, bases[:count], bases[count:], strict=True):
         b.means.U.copy_(U)
         b.means.V.copy_(V)
@@ -324,7 +380,7 @@ def start_(batches: Sequence[Matrices], reduce: Reduce) -> None:
 def waking(b: Matrices, products: Products) -> Waking:
     """What a refresh has to know of all rows and columns; a zero in the sketches means no gradient so far."""
     seen = b.means.X.abs().sum(-1) + products.GV.abs().sum(-1), b.means.Y.abs().sum(-1) + products.UG.abs().sum(-2)
-    rows, columns = (place.alive(x.unsqueeze(-1)) for place, x in zip(b.places, seen, strict=True))
+    rows, columns = (place.alive(x) for place, x in zip(b.places, seen, strict=True))
     return Waking(rows, columns, *((W != 0).sum(-2, keepdim=True).to(W.dtype) for W in b.means[:2]))
 
 
@@ -342,7 +398,8 @@ def refresh_(batches: Sequence[Matrices], awake: Sequence[Waking], reduce: Reduc
     first = [first_coefficients(gram) for gram in grams]
     Z = [x @ C for x, (C, _) in zip(both, first, strict=True)]
     seconds = [z.mT @ z for z in Z]
-    products = [project(b.M, U.to(b.M), V.to(b.M)) for b, U, V in zip(batches, Z[:count], Z[count:], strict=True)]
+    pairs = zip(batches, Z[:count], Z[count:], strict=True)
+    products = [project(b.averages, U.to(b.means.U), V.to(b.means.U)) for b, U, V in pairs]
     sums = sums_of(products)
     for side, values in _by_side(seconds).items():
         sums[side] += values
@@ -351,16 +408,16 @@ def refresh_(batches: Sequence[Matrices], awake: Sequence[Waking], reduce: Reduc
     second = [second_coefficients(gram) for gram in seconds]
     good = [x & y for (_, x), (_, y) in zip(first, second, strict=True)]
     for i, (b, p) in enumerate(zip(batches, products, strict=True)):
-        fine = (good[i] & good[count + i]).to(b.M.device)[:, None, None]
+        fine = (good[i] & good[count + i]).to(b.means.U.device)[:, None, None]
         if b.numbers.ok is not None:
             fine = fine & (b.numbers.ok > 0)
-        T_U, T_V = (second[j][0].to(b.M) for j in (i, count + i))
+        T_U, T_V = (second[j][0].to(b.means.U) for j in (i, count + i))
         turns, kept = [], []
         for j, T in ((i, second[i][0]), (count + i, second[count + i][0])):
             k, C = T.shape[-1], first[j][0] @ T
-            turns.append(((grams[j] @ C)[:, k:] * filled[j].mT.to(C.device)).to(b.M).square())
-            kept.append((C.mT @ grams[j][..., :k]).to(b.M))
-        U, V = (Z[i] @ second[i][0]).to(b.M), (Z[count + i] @ second[count + i][0]).to(b.M)
+            turns.append(((grams[j] @ C)[:, k:] * filled[j].mT.to(C.device)).to(b.means.U).square())
+            kept.append((C.mT @ grams[j][..., :k]).to(b.means.U))
+        U, V = (Z[i] @ second[i][0]).to(b.means.U), (Z[count + i] @ second[count + i][0]).to(b.means.U)
         own, (by_U, by_V) = b.means, turns
         changes = [
             (own.v.K, by_U.mT @ own.v.K @ by_V),
@@ -389,7 +446,7 @@ def bound_(batches: Sequence[Matrices], products: Sequence[Products], reduce: Re
     found = [sums_of_squares(b.means.U, b.means.V, p) for b, p in zip(batches, products, strict=True)]
     reduce(sums_of(found))
     for b, p, sums in zip(batches, products, found, strict=True):
-        numbers, (squares, rest) = b.numbers, mean_squares(b.means.U, p, sums, b.shape)
+        numbers, (squares, rest) = b.numbers, mean_squares(b.means.U, p, sums, b.sizes)
         of_M = b.means.weights[:, 0].square()
         for v, square, beta, weight in zip(b.means.v, squares, numbers.betas, corrections(b.means), strict=True):
             bound = adam_bound(numbers.beta1, beta, numbers.step) ** 2 * of_M.view_as(weight)
@@ -404,12 +461,12 @@ def set_factor_(b: Matrices, total: Tensor, squares: Squares, rest: Tensor) -> N
     under AdamW. Gains are to first order, ⟨A, A/σ⟩ and ⟨A, δ⟩, for the average gradient or the first one, A. All rows
     of E count alike here, which needs no sum over them. What may be rounding counts as no gain.
     """
-    (units, inputs), means = b.shape, b.means
+    (units, inputs, entries), means = b.sizes, b.means
     root_K, root_R, root_L, _ = roots(means, b.numbers.eps)
-    of_means = (squares.K / root_K).sum((-2, -1)) + units * (squares.R / root_R).sum(-1)
+    of_means = (squares.K / root_K).sum((-2, -1)) + (squares.R / root_R * units).sum(-1)
     sigma, root_E = ((v / means.weights[:, 2]).sqrt() for v in (means.variance, means.rest_variance))
-    of_rest = ((units * inputs * rest - LEAST * total).clamp(min=0) / root_E).nan_to_num(0.0)
-    gain = of_means + inputs * (squares.L / root_L).sum(-1) + of_rest
+    of_rest = ((entries * rest - LEAST * total).clamp(min=0) / root_E).nan_to_num(0.0)
+    gain = of_means + (squares.L / root_L * inputs).sum(-1) + of_rest
     means.factor.lerp_((total / sigma / gain).nan_to_num(FACTORS[0]).clamp(*FACTORS), b.numbers.news(0))
 
 
