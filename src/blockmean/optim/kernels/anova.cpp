@@ -42,9 +42,10 @@ template <class A> struct Factor {  // entry (r, p) at r · row + p · column
     int64_t row, column;
 };
 
-// Σ_p a[r, p] b[p, :] for up to HIGH rows and N vectors: finish(r, v, sum).
-template <int N, class A, class F>
-INLINE void tile(int64_t rows, int64_t depth, Factor<A> a, const A* b, int64_t stride, F finish) {
+// out[r, :] = Σ_p a[r, p] b[p, :] for HIGH rows of N vectors, of which the first `rows` count. A function of its own: what
+// surrounds it would take the registers that it needs for addresses.
+template <int N, class A>
+__attribute__((noinline)) void tile(int64_t rows, int64_t depth, Factor<A> a, const A* b, int64_t stride, A* out) {
     const A* at[HIGH];
     Vec<A> sum[HIGH][N] = {};
 #pragma GCC unroll 8
@@ -62,20 +63,21 @@ INLINE void tile(int64_t rows, int64_t depth, Factor<A> a, const A* b, int64_t s
     }
 #pragma GCC unroll 8
     for (int r = 0; r < HIGH; ++r)
-        if (r < rows) {
 #pragma GCC unroll 3
-            for (int v = 0; v < N; ++v) finish(r, v, sum[r][v]);
-        }
+        for (int v = 0; v < N; ++v) store(out + (r * N + v) * Lanes<A>::W, sum[r][v]);
 }
 
-template <int N> struct Width { static constexpr int value = N; };
-
-// f(Width) for the vectors of a tile, where n columns are left.
-template <class A, class F> INLINE void by_width(int64_t n, F f) {
-    const int64_t vectors = (n + Lanes<A>::W - 1) / Lanes<A>::W;
-    if (vectors >= WIDE) return f(Width<WIDE>{});
-    if (WIDE > 2 && vectors == 2) return f(Width<2>{});
-    f(Width<1>{});
+// The same for as many vectors as n columns need, WIDE at most; finish(r, j, sum) takes the vector from column j of row r.
+template <class A, class F>
+INLINE void product(int64_t rows, int64_t n, int64_t depth, Factor<A> a, const A* b, int64_t stride, F finish) {
+    constexpr int lanes = Lanes<A>::W;
+    alignas(LINE) A out[HIGH * WIDE * lanes];
+    const int64_t vectors = least<int64_t>((n + lanes - 1) / lanes, WIDE);
+    if (vectors == WIDE) tile<WIDE>(rows, depth, a, b, stride, out);
+    else if (WIDE > 2 && vectors == 2) tile<2>(rows, depth, a, b, stride, out);
+    else tile<1>(rows, depth, a, b, stride, out);
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t v = 0; v < vectors; ++v) finish(r, v * lanes, load(out + (r * vectors + v) * lanes));
 }
 
 struct Nothing {
@@ -87,23 +89,21 @@ template <class A, class F = Nothing>
 void multiply(int64_t m, int64_t n, int64_t depth, Factor<A> a, const A* b, int64_t b_stride, A* c, int64_t c_stride,
               A alpha = 1, A beta = 0, F ahead = F{}) {
     constexpr int lanes = Lanes<A>::W;
+    const Vec<A> by = fill<Vec<A>>(alpha), old = fill<Vec<A>>(beta);
     for (int64_t j = 0; j < n; j += WIDE * lanes)
-        by_width<A>(n - j, [&](auto width) {
-            for (int64_t i = 0; i < m; i += HIGH) {
-                if (j == 0) ahead(i);
-                const Factor<A> part = {a.at + i * a.row, a.row, a.column};
-                tile<width.value>(least<int64_t>(HIGH, m - i), depth, part, b + j, b_stride, [&](int r, int v, Vec<A> x) {
-                    A* at = c + (i + r) * c_stride + j + v * lanes;
-                    const int64_t rest = n - j - v * lanes;
-                    x *= alpha;
-                    if (rest >= lanes) {
-                        store(at, beta == 0 ? x : fma(fill<Vec<A>>(beta), load(at), x));
-                    } else {
-                        store(at, beta == 0 ? x : fma(fill<Vec<A>>(beta), load(at, int(rest)), x), int(rest));
-                    }
-                });
-            }
-        });
+        for (int64_t i = 0; i < m; i += HIGH) {
+            if (j == 0) ahead(i);
+            const Factor<A> part = {a.at + i * a.row, a.row, a.column};
+            product(least<int64_t>(HIGH, m - i), n - j, depth, part, b + j, b_stride, [&](int64_t r, int64_t v, Vec<A> x) {
+                A* at = c + (i + r) * c_stride + j + v;
+                const int64_t rest = n - j - v;
+                if (rest >= lanes) {
+                    store(at, beta == 0 ? by * x : fma(old, load(at), by * x));
+                } else {
+                    store(at, beta == 0 ? by * x : fma(old, load(at, int(rest)), by * x), int(rest));
+                }
+            });
+        }
 }
 
 // Copy, convert, transpose: entry (i, j) from i · row + j · column to i · to_row + j, and zeros up to `width`.
@@ -359,28 +359,27 @@ template <class T> void update_rows(const Matrix& m, const AnovaRule& rule, int6
                     }
                 const Factor<float> left = {m.left + i * rank, rank, 1};
                 const int64_t high = least<int64_t>(HIGH, first + rows - i);
-                for (int64_t j = 0; j < n; j += WIDE * W)
-                    by_width<float>(n - j, [&](auto width) {
-                        const float* right = m.right + p * rank * PANEL + j;
-                        tile<width.value>(high, rank, left, right, PANEL, [&](int r, int v, V product) {
-                            const int64_t at = (i + r) * m.inputs + c + j + v * W;
-                            const int rest = int(least<int64_t>(n - j - v * W, W));
-                            const V scale = fill<V>(m.scale[i + r]);
-                            const auto change = [&](V g, V& x, V& theta) {
-                                x = fma(fresh, bits<V>(bits<M>(g) ^ flip) - x, x);
-                                theta = fma(decay, theta, fma(scale, x, product));
-                            };
-                            if (rest == W) {
-                                V x = load(m.M + at), theta = load(param + at);
-                                change(load(grad + at), x, theta);
-                                store(m.M + at, x), store(param + at, theta);
-                            } else {
-                                V x = load(m.M + at, rest), theta = load(param + at, rest);
-                                change(load(grad + at, rest), x, theta);
-                                store(m.M + at, x, rest), store(param + at, theta, rest);
-                            }
-                        });
+                for (int64_t j = 0; j < n; j += WIDE * W) {
+                    const float* right = m.right + p * rank * PANEL + j;
+                    product(high, n - j, rank, left, right, PANEL, [&](int64_t r, int64_t v, V low_rank) {
+                        const int64_t at = (i + r) * m.inputs + c + j + v;
+                        const int rest = int(least<int64_t>(n - j - v, W));
+                        const V scale = fill<V>(m.scale[i + r]);
+                        const auto change = [&](V g, V& x, V& theta) {
+                            x = fma(fresh, bits<V>(bits<M>(g) ^ flip) - x, x);
+                            theta = fma(decay, theta, fma(scale, x, low_rank));
+                        };
+                        if (rest == W) {
+                            V x = load(m.M + at), theta = load(param + at);
+                            change(load(grad + at), x, theta);
+                            store(m.M + at, x), store(param + at, theta);
+                        } else {
+                            V x = load(m.M + at, rest), theta = load(param + at, rest);
+                            change(load(grad + at, rest), x, theta);
+                            store(m.M + at, x, rest), store(param + at, theta, rest);
+                        }
                     });
+                }
             }
         });
     });
