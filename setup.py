@@ -20,7 +20,7 @@ from setuptools.errors import CompileError
 
 HERE = Path("src/blockmean/optim/kernels")
 # Compiled once for every instruction set, of which the library chooses one when it is loaded.
-KERNELS = ["kernels.cpp"]
+KERNELS = ["kernels.cpp", "anova.cpp"]
 REST = ["library.cpp", "pool.cpp"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 X86 = {"plain": [], "avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-mavx2", "-mfma", "-mf16c", *AVX512]}

@@ -2,12 +2,14 @@
 //
 // Nothing here knows Python or torch. Memory comes as addresses, whose owners the caller keeps alive; __init__.py has
 // checked them. ctypes releases the GIL during every call.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 #include <new>
 #include <vector>
 
+#include "anova.hpp"
 #include "passes.hpp"
 #include "pool.hpp"
 
@@ -26,6 +28,7 @@ constexpr int NO_MEMORY = -1;
 
 struct Variant {
     const Kernels* kernels;
+    const AnovaKernels* anova;
     bool can_run;
 };
 
@@ -42,16 +45,16 @@ const std::vector<Variant>& variants() {
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
         // Every processor with AVX2 and FMA converts half precision as well.
-        found.push_back({&kernels_avx512, avx512});
-        found.push_back({&kernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")});
+        found.push_back({&kernels_avx512, &anova_avx512, avx512});
+        found.push_back({&kernels_avx2, &anova_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")});
 #endif
-        found.push_back({&kernels_plain, true});
+        found.push_back({&kernels_plain, &anova_plain, true});
         return found;
     }();
     return all;
 }
 
-std::atomic<const Kernels*> chosen{nullptr};
+std::atomic<const Variant*> chosen{nullptr};
 
 // ------------------------------------------------------------------ tasks
 
@@ -67,7 +70,7 @@ struct Call {
     int64_t blocks = 0, entries = 0;
     std::atomic<bool> finite{true};
 
-    Call(const Tensors& all, const Rule& rule, double* sums, int64_t stride) : kernels(*chosen), rule(rule) {
+    Call(const Tensors& all, const Rule& rule, double* sums, int64_t stride) : kernels(*chosen.load()->kernels), rule(rule) {
         tensors.reserve(size_t(all.count));
         for (int64_t i = 0; i < all.count; ++i) {
             tensors.push_back({all.param[i], all.grad[i], all.first ? all.first[i] : nullptr, all.second[i], all.outer[i],
@@ -126,6 +129,136 @@ void solve_task(void* context, int64_t number) {
     if (!call.kernels.by_block(call.rule, task, call.U[i], call.energy[i])) call.finite = false;
 }
 
+// ------------------------------------------------------------------ matrices of Anova
+
+// Hands out an array after another; without memory, it only counts.
+struct Ruler {
+    float* base;
+    int64_t used = 0;
+
+    template <class A> void take(A*& out, int64_t entries) {
+        out = base ? reinterpret_cast<A*>(base + used) : nullptr;
+        used += padded(entries * int64_t(sizeof(A) / sizeof(float)));
+    }
+};
+
+struct Step {
+    Phase AnovaKernels::*phase;
+    bool by_chunk, only_refresh;
+};
+constexpr Step READ[] = {{&AnovaKernels::pack, false, false},
+                         {&AnovaKernels::project, true, false},
+                         {&AnovaKernels::gather, false, false}};
+constexpr Step WRITE[] = {{&AnovaKernels::precondition, false, false},   {&AnovaKernels::update, true, false},
+                          {&AnovaKernels::orthonormalize, false, true}, {&AnovaKernels::project_average, true, true},
+                          {&AnovaKernels::gather, false, true},         {&AnovaKernels::turn, false, true}};
+constexpr int64_t PRODUCTS = 1 << 12;  // entries of a matrix for which it pays to wake another thread
+constexpr int SLOTS = 64;
+
+// One call. Many matrices are taken one by one, each by one thread with all of its steps while it is in the cache: a
+// slot has memory for one. Where a few large ones would keep some threads waiting, all threads take chunks of rows.
+struct AnovaCall {
+    const AnovaKernels& kernels;
+    const AnovaRule* rule;
+    std::vector<Matrix> matrices;
+    struct Chunk {
+        const Matrix* matrix;
+        int64_t begin, end;
+    };
+    std::vector<Chunk> chunks, wholes;
+    const Step *step, *steps_end;
+    int threads;
+    bool one_by_one;
+    int64_t kept = 0, slot = 0, size = 0;  // floats: of all matrices, of a slot, of both
+    float* scratch;
+    std::atomic<uint64_t> busy{0};  // a bit for every slot
+
+    AnovaCall(const AnovaMatrices& all, const AnovaRule* rule, float* scratch, int most_threads)
+        : kernels(*chosen.load()->anova), rule(rule), scratch(scratch) {
+        int64_t entries = 0, largest = 0;
+        matrices.reserve(size_t(all.count));
+        for (int64_t i = 0; i < all.count; ++i) {
+            Matrix m = {};
+            m.param = all.param[i], m.grad = all.grad[i], m.M = all.exp_avg[i], m.unit = all.unit_means[i];
+            m.input = all.input_means[i], m.grand = all.grand_means[i], m.units = all.units[i];
+            m.inputs = all.inputs[i], m.k = all.k[i], m.q = all.q[i], m.dtype = Dtype(all.dtype[i]);
+            m.refresh = all.refresh + i, m.bound_means = all.bound_means[i], m.bound_rest = all.bound_rest[i];
+            Ruler ruler{scratch, kept};
+            ruler.take(m.GV, m.units * padded(m.q)), ruler.take(m.UG, m.panels() * m.k * PANEL);
+            ruler.take(m.rows, m.units), ruler.take(m.total, 2);
+            kept = ruler.used;
+            slot = std::max(slot, place(m, nullptr));
+            const int64_t work = m.units * m.inputs;
+            entries += work, largest = std::max(largest, work);
+            matrices.push_back(m);
+        }
+        threads = int(std::min<int64_t>({most_threads, SLOTS, 1 + entries / PRODUCTS}));
+        one_by_one = threads == 1 || largest * threads * 2 <= entries;
+        size = kept + slot * (one_by_one ? threads : all.count);
+    }
+
+    // Give a matrix memory that lasts for a call; returns how much it takes.
+    static int64_t place(Matrix& m, float* at) {
+        const int64_t k = padded(m.k), q = padded(m.q), rank = m.q + m.k, wide = m.panels() * PANEL;
+        Ruler ruler{at};
+        ruler.take(m.packed, m.inputs * q), ruler.take(m.parts, m.chunks() > 1 ? m.chunks() * wide * m.k : 0);
+        if (m.chunks() == 1) m.parts = m.UG;
+        ruler.take(m.left, m.units * rank), ruler.take(m.right, wide * rank), ruler.take(m.scale, m.units);
+        ruler.take(m.K, m.k * q), ruler.take(m.mixed, m.k * q), ruler.take(m.KT, m.q * k), ruler.take(m.LL, m.k * k);
+        ruler.take(m.squares_R, m.q), ruler.take(m.inverse_R, m.q), ruler.take(m.inverse_L, m.k);
+        ruler.take(m.squares_E, m.units), ruler.take(m.block, BLOCK * std::max(k, q));
+        m.of_units = {m.U(), m.X(), m.units, m.k, m.unit_stride(), 1};
+        m.of_inputs = {m.VT(), m.YT(), m.inputs, m.q, 1, m.inputs};
+        for (Side* side : {&m.of_units, &m.of_inputs}) {
+            if (!*m.refresh) break;
+            const int64_t both = padded(2 * side->w), w = padded(side->w);
+            ruler.take(side->gram, 2 * side->w * both), ruler.take(side->scale, side->w);
+            ruler.take(side->first, side->w * w), ruler.take(side->second, side->w * w);
+            ruler.take(side->block, BLOCK * both), ruler.take(side->Z, side->length * w);
+            ruler.take(side->narrow, side->length * w), ruler.take(side->turn, side->w * w);
+        }
+        return ruler.used;
+    }
+
+    static bool concerns(const Step& step, const Matrix& m) { return !step.only_refresh || *m.refresh == 1; }
+
+    void take(const Step& step, const Matrix& m, int64_t begin, int64_t end) const {
+        if (concerns(step, m)) (kernels.*step.phase)(m, *rule, begin, end);
+    }
+
+    static void take_chunk(void* context, int64_t number) {
+        const AnovaCall& call = *static_cast<const AnovaCall*>(context);
+        const Chunk& chunk = (call.step->by_chunk ? call.chunks : call.wholes)[size_t(number)];
+        call.take(*call.step, *chunk.matrix, chunk.begin, chunk.end);
+    }
+
+    static void take_matrix(void* context, int64_t number) {
+        AnovaCall& call = *static_cast<AnovaCall*>(context);
+        Matrix& m = call.matrices[size_t(number)];
+        uint64_t taken = call.busy, bit;
+        do bit = ~taken & (taken + 1);
+        while (!call.busy.compare_exchange_weak(taken, taken | bit));
+        place(m, call.scratch + call.kept + __builtin_ctzll(bit) * call.slot);
+        for (const Step* step = call.step; step != call.steps_end; ++step)
+            for (int64_t i = 0, rows = step->by_chunk ? m.chunk() : m.units; i < m.units; i += rows)
+                call.take(*step, m, i, std::min(i + rows, m.units));
+        call.busy &= ~bit;
+    }
+
+    template <size_t N> void run(const Step (&steps)[N]) {
+        step = steps, steps_end = steps + N;
+        if (one_by_one) return parallel(int64_t(matrices.size()), threads, take_matrix, this);
+        float* at = scratch + kept;
+        for (Matrix& m : matrices) {
+            place(m, at), at += slot;
+            wholes.push_back({&m, 0, m.units});
+            for (int64_t i = 0; i < m.units; i += m.chunk()) chunks.push_back({&m, i, std::min(i + m.chunk(), m.units)});
+        }
+        for (; step != steps_end; ++step)
+            parallel(int64_t((step->by_chunk ? chunks : wholes).size()), threads, take_chunk, this);
+    }
+};
+
 }  // namespace
 
 // ------------------------------------------------------------------ functions
@@ -134,8 +267,8 @@ void solve_task(void* context, int64_t number) {
 EXPORT const char* blockmean_instructions(const char* wanted) {
     for (const Variant& one : variants()) {
         if (!one.can_run || (wanted && std::strcmp(wanted, one.kernels->name))) continue;
-        if (wanted || !chosen) chosen = one.kernels;
-        return chosen.load()->name;
+        if (wanted || !chosen) chosen = &one;
+        return chosen.load()->kernels->name;
     }
     return nullptr;
 }
@@ -185,6 +318,38 @@ try {
     call.U = U, call.energy = energy;
     call.run(solve_task, threads);
     return call.finite;
+} catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+}
+
+// ------------------------------------------------------------------ functions for Anova
+
+EXPORT int64_t blockmean_anova_sizes() { return int64_t(sizeof(AnovaMatrices) << 16 | sizeof(AnovaRule)); }
+
+// How many floats `read` and `write` need, aligned to 64 bytes; what is in them must last from one to the other.
+EXPORT int64_t blockmean_anova_scratch(const AnovaMatrices* matrices, int threads) try {
+    return AnovaCall(*matrices, nullptr, nullptr, threads).size;
+} catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+}
+
+// Pass 1. Returns whether all gradients are finite; nothing is changed.
+EXPORT int blockmean_anova_read(const AnovaMatrices* matrices, const AnovaRule* rule, float* scratch, int threads) try {
+    AnovaCall call(*matrices, rule, scratch, threads);
+    call.run(READ);
+    bool finite = true;
+    for (const Matrix& m : call.matrices) finite &= bool(std::isfinite(m.total[0]));
+    return finite;
+} catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+}
+
+// The rest of a step, after `read` with the same list, scratch and threads. Refreshes what is due, but for matrices where
+// a column of U or V is zero: their refresh becomes −1.
+EXPORT int blockmean_anova_write(const AnovaMatrices* matrices, const AnovaRule* rule, float* scratch, int threads) try {
+    AnovaCall call(*matrices, rule, scratch, threads);
+    call.run(WRITE);
+    return true;
 } catch (const std::bad_alloc&) {
     return NO_MEMORY;
 }

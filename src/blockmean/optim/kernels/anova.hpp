@@ -1,0 +1,113 @@
+// What the kernels of Anova share with library.cpp, and the structs that Python fills in.
+#pragma once
+
+#include "passes.hpp"
+
+namespace blockmean {
+
+constexpr int64_t PANEL = 48;  // columns of a panel: a whole number of tiles for every instruction set
+constexpr int64_t BLOCK = 48;  // rows of a block: with a panel of them, all that a product needs fits into the L1 cache
+
+inline int64_t padded(int64_t n) { return (n + 15) & ~int64_t(15); }  // to whole vectors, and lines of the cache
+
+// Matrices: a column per field, `count` numbers long. `CMatrices` in anova.py has the same fields.
+struct AnovaMatrices {
+    int64_t count;
+    char* const* param;
+    char* const* grad;
+    float *const *exp_avg, *const *unit_means, *const *input_means, *const *grand_means;
+    const int64_t *units, *inputs, *k, *q, *dtype;
+    int64_t* refresh;  // 1 if due; becomes −1 where a column of U or V is zero, and torch has to do it
+    const double *bound_means, *bound_rest;  // of |m̂| / √v̂
+};
+
+// `CAnovaRule` in anova.py has the same fields.
+struct AnovaRule {
+    double beta1, mean_beta, beta2, lr, weight_decay, eps, sign;
+};
+
+enum Scalar { VARIANCE, REST_VARIANCE, FACTOR, W1, WM, WE };  // the end of grand_means
+
+// What a refresh knows of U or of V. All are in double, and w is the number of columns, k or q.
+struct Side {
+    float *basis, *sketch;  // U and X, or V and Y: entry (i, j) at i · row + j · column
+    int64_t length, w, row, column;
+    double *gram;    // (2w, padded 2w), of [sketch, basis]
+    double *scale;   // (w), of the columns of the sketch
+    double *first;   // (w, padded w), T of the first Cholesky factor, and of both in the end
+    double *second;  // (w, padded w), T of the second one
+    double *block;   // (BLOCK, padded 2w)
+    double *Z;       // (length, padded w), columns that are nearly orthonormal
+    float *narrow;   // (length, padded w), the same
+    float *turn;     // (w, padded w), what second moments turn by, and other small matrices
+};
+
+// One of them, and where its numbers are: first those that `read` leaves for `write`, then those of one phase.
+struct Matrix {
+    char* param;
+    const char* grad;
+    float *M, *unit, *input, *grand;
+    int64_t units, inputs, k, q;
+    Dtype dtype;
+    int64_t* refresh;
+    double bound_means, bound_rest;
+
+    float *GV;      // (O, padded q)
+    float *UG;      // (panels, k, PANEL)
+    float *rows;    // (O)
+    double *total;  // squared length of G or M, and of the rest of it
+
+    float *packed;  // (I, padded q), V
+    float *parts;   // (chunks, panels, k, PANEL), UG of each chunk; UG itself if there is only one
+    float *left;    // (O, q + k)
+    float *right;   // (panels, q + k, PANEL)
+    float *scale;   // (O), of M in a step
+    float *K, *mixed;  // (k, padded q)
+    float *KT;      // (q, padded k)
+    float *LL;      // (k, padded k)
+    double *squares_R;  // (q)
+    float *inverse_R;   // (q)
+    float *inverse_L;   // (k)
+    float *squares_E;   // (O)
+    float *block;   // (BLOCK, padded q or k, whichever is more)
+    Side of_units, of_inputs;
+
+    int64_t unit_stride() const { return 2 * k + q + 1; }
+    float* U() const { return unit; }
+    float* X() const { return unit + k; }
+    float* MV() const { return unit + 2 * k; }
+    float* v_E() const { return unit + 2 * k + q; }
+    float* VT() const { return input; }
+    float* YT() const { return input + q * inputs; }
+    float* UM() const { return input + 2 * q * inputs; }
+    float* K_m() const { return grand; }
+    float* v_K() const { return grand + k * q; }
+    float* v_R() const { return grand + 2 * k * q; }
+    float* v_L() const { return v_R() + q; }
+    float& scalar(Scalar which) const { return v_L()[k + which]; }
+    int64_t panels() const { return (inputs + PANEL - 1) / PANEL; }
+
+    // Rows of a task. It depends on nothing but the matrix: so do sums over rows, to the last bit.
+    int64_t chunk() const {
+        constexpr int64_t MOST = 8 * BLOCK;
+        const int64_t chunks = (units + MOST - 1) / MOST, rows = (units + chunks - 1) / chunks;
+        return (rows + BLOCK - 1) / BLOCK * BLOCK;
+    }
+    int64_t chunks() const { return (units + chunk() - 1) / chunk(); }
+};
+
+// Takes part of a step with some rows of a matrix, or with all of it.
+typedef void (*Phase)(const Matrix&, const AnovaRule&, int64_t begin, int64_t end);
+
+struct AnovaKernels {
+    Phase pack, project, gather;   // pass 1
+    Phase precondition, update;    // between the passes, and pass 2
+    Phase orthonormalize, project_average, turn;  // refresh
+};
+
+extern const AnovaKernels anova_plain;
+#if defined(__x86_64__)
+extern const AnovaKernels anova_avx2, anova_avx512;
+#endif
+
+}  // namespace blockmean

@@ -1,0 +1,148 @@
+"""Anova's steady step and refresh in C++: which matrices the kernels serve, and how they are called.
+
+The layout of a matrix's state, with O units, I inputs, k columns of U and q of V:
+
+    exp_avg      (O, I)           M
+    unit_means   (O, 2k + q + 1)  U | X | M V | v_E
+    input_means  (2q + k, I)      Vᵀ | Yᵀ | Uᵀ M
+    grand_means                   Uᵀ M V | v_K | v_R | v_L | variance, rest_variance, factor, w₁, w_m, w_E
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from blockmean.optim import kernels
+from blockmean.optim.kernels import DTYPES, PLAIN, pointers
+
+STATE = ("exp_avg", "unit_means", "input_means", "grand_means")
+NUMBERS = ("beta1", "mean_beta", "beta2", "lr", "weight_decay", "eps", "sign")
+SERVED = {torch.float32, torch.bfloat16, torch.float16}
+
+
+class CMatrices(ctypes.Structure):
+    """`struct AnovaMatrices` of anova.hpp: a column per field."""
+
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        ("param", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in STATE),
+        *((name, ctypes.c_void_p) for name in ("units", "inputs", "k", "q", "dtype", "refresh")),
+        ("bound_means", ctypes.c_void_p),
+        ("bound_rest", ctypes.c_void_p),
+    )
+
+
+class CAnovaRule(ctypes.Structure):
+    """`struct AnovaRule` of anova.hpp."""
+
+    _fields_ = tuple((name, ctypes.c_double) for name in NUMBERS)
+
+
+def load() -> ctypes.CDLL | None:
+    """The library that the kernels of all optimizers are in, if it was built."""
+    library = kernels._library
+    if library is None:
+        return None
+    library.blockmean_anova_sizes.restype = ctypes.c_int64
+    if library.blockmean_anova_sizes() != ctypes.sizeof(CMatrices) << 16 | ctypes.sizeof(CAnovaRule):
+        raise ImportError("The kernels of blockmean are those of another version. Install blockmean again.")
+    matrices, rule = ctypes.POINTER(CMatrices), ctypes.POINTER(CAnovaRule)
+    library.blockmean_anova_scratch.argtypes = (matrices, ctypes.c_int)
+    library.blockmean_anova_scratch.restype = ctypes.c_int64
+    for function in (library.blockmean_anova_read, library.blockmean_anova_write):
+        function.argtypes = (matrices, rule, ctypes.c_void_p, ctypes.c_int)
+    return library
+
+
+_library = load()
+
+
+def serves(param: Tensor, grad: Tensor, state: Mapping[str, Tensor]) -> bool:
+    """Whether the kernels serve a matrix: all of it dense, contiguous and on the CPU, its state in float32."""
+    moments = [state[name] for name in STATE]
+    return (
+        _library is not None
+        and param.dtype in SERVED
+        and grad.dtype == param.dtype
+        and all(type(x) in PLAIN and x.is_cpu and x.is_contiguous() and not x.is_neg() for x in (param, grad, *moments))
+        and all(x.dtype == torch.float32 for x in moments)
+        and grad.shape == param.shape
+        and param.numel() > 0
+        and grad.data_ptr() != 0
+    )
+
+
+class NativeMatrices:
+    """One step of matrices that the kernels serve.
+
+    Args:
+        states: of every matrix, in the layout above.
+        numbers: β₁, the means' β, β₂, lr, weight decay, ε, and the sign of gradients.
+        refreshes: whether U and V of a matrix turn after this step.
+        bounds: `adam_bound` of a matrix's means, and of its remainder; read where it is refreshed.
+        scratch: float32, of any size; grows where it is too small. Nothing in it lasts beyond a step.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        numbers: Mapping[str, float],
+        refreshes: Sequence[bool],
+        bounds: Sequence[tuple[float, float]],
+        scratch: Tensor,
+    ) -> None:
+        self._kept = params, grads, states  # alive as long as their addresses
+        self._rule = CAnovaRule(*(numbers[name] for name in NUMBERS))
+        units = [param.shape[0] for param in params]
+        of_units = [state["unit_means"].shape[1] - 1 for state in states]  # 2k + q
+        of_inputs = [state["input_means"].shape[0] for state in states]  # 2q + k
+        self._refresh = array("q", refreshes)
+        self._columns: list[array[int] | array[float]] = [
+            *map(pointers, (params, grads, *([state[name] for state in states] for name in STATE))),
+            array("q", units),
+            array("q", [param.numel() // n for param, n in zip(params, units, strict=True)]),
+            array("q", [(2 * a - b) // 3 for a, b in zip(of_units, of_inputs, strict=True)]),
+            array("q", [(2 * b - a) // 3 for a, b in zip(of_units, of_inputs, strict=True)]),
+            array("q", [DTYPES[param.dtype] for param in params]),
+            self._refresh,
+            array("d", [of_means for of_means, _ in bounds]),
+            array("d", [of_rest for _, of_rest in bounds]),
+        ]
+        self._matrices = CMatrices(len(params), *(column.buffer_info()[0] for column in self._columns))
+        self._threads = torch.get_num_threads()  # the layout of the scratch depends on it
+        assert _library is not None
+        self._functions = _library.blockmean_anova_read, _library.blockmean_anova_write
+        size = _library.blockmean_anova_scratch(ctypes.byref(self._matrices), self._threads)
+        _check(size)
+        if scratch.numel() < size:
+            scratch.resize_(size)
+        self._scratch = scratch
+
+    def read(self) -> bool:
+        """Pass 1, which changes nothing. Whether all gradients are finite; if not, there is to be no `write`."""
+        return bool(self._call(0))
+
+    def write(self) -> list[int]:
+        """Update state and parameters. Returns which matrices are due for a refresh that torch has to do."""
+        self._call(1)
+        torch.autograd.graph.increment_version(self._kept[0])  # so that a stale graph is noticed
+        return [i for i, flag in enumerate(self._refresh) if flag < 0]
+
+    def _call(self, which: int) -> int:
+        matrices, rule = ctypes.byref(self._matrices), ctypes.byref(self._rule)
+        return _check(self._functions[which](matrices, rule, self._scratch.data_ptr(), self._threads))
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        raise MemoryError("The kernels of blockmean found no memory for their tasks.")
+    return result

@@ -1,0 +1,253 @@
+"""Anova's step in C++ against the equations in float64, with dense matrices and nothing shared with the package."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from blockmean.optim import kernels
+
+if not kernels.is_available():
+    pytest.skip("the kernels were not built", allow_module_level=True)
+
+from blockmean.optim.kernels.anova import NativeMatrices, serves
+
+NUMBERS = {
+    "beta1": 0.9,
+    "mean_beta": 0.95,
+    "beta2": 0.99,
+    "lr": 2e-3,
+    "weight_decay": 0.1,
+    "eps": 1e-8,
+    "sign": 1.0,
+}
+ROUNDING = 2.0**-24
+SHAPES = [  # O, I, k, q
+    (1, 1, 1, 1),
+    (3, 7, 2, 1),
+    (7, 3, 1, 3),
+    (8, 48, 8, 16),
+    (17, 49, 5, 3),
+    (50, 33, 0, 4),
+    (33, 50, 4, 0),
+    (16, 16, 16, 16),
+    (20, 9, 20, 9),
+    (64, 64, 16, 16),
+    (64, 100, 16, 16),
+    (129, 95, 17, 33),
+    (400, 61, 9, 31),
+    (900, 40, 6, 4),
+]
+SETS = ["plain", "avx2", "avx512"]
+
+
+@pytest.fixture(params=SETS)
+def instructions(request):
+    best = kernels.instructions()
+    try:
+        kernels.instructions(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield request.param
+    kernels.instructions(best)
+
+
+# -------------------------------------------------------------------- the equations
+
+
+def adam_bound(beta1, beta2, t):
+    """The largest |m̂| / √v̂ over all gradients of t steps: the norm of m's weights over the roots of v's."""
+    age = np.arange(t)
+    m, v = (1 - beta1) * beta1**age / (1 - beta1**t), (1 - beta2) * beta2**age / (1 - beta2**t)
+    return math.sqrt((m**2 / v).sum())
+
+
+def lerp(a, b, weight):
+    return a + weight * (b - a)
+
+
+def root(v, w, floor):
+    return np.maximum(np.sqrt(v / w) + floor, math.sqrt(2.0**-126))
+
+
+class Reference:
+    """One matrix in float64, with every matrix that the equations name."""
+
+    def __init__(self, theta, state, k, q):
+        O, I = theta.shape
+        self.k, self.q, self.theta, self.M = k, q, theta.copy(), state["exp_avg"].copy()
+        unit, inputs, grand = state["unit_means"], state["input_means"].reshape(2 * q + k, I), state["grand_means"]
+        self.U, self.X, self.MV, self.v_E = unit[:, :k], unit[:, k : 2 * k], unit[:, 2 * k : 2 * k + q], unit[:, -1]
+        self.V, self.Y, self.UM = inputs[:q].T, inputs[q : 2 * q].T, inputs[2 * q :]
+        ends = np.cumsum([k * q, k * q, q, k])
+        K, v_K, self.v_R, self.v_L, scalars = np.split(grand, ends)
+        self.K, self.v_K = K.reshape(k, q), v_K.reshape(k, q)
+        self.variance, self.rest_variance, self.factor, self.w1, self.wm, self.wE = scalars
+
+    def state(self):
+        scalars = [self.variance, self.rest_variance, self.factor, self.w1, self.wm, self.wE]
+        return {
+            "theta": self.theta,
+            "exp_avg": self.M,
+            "unit_means": np.concatenate([self.U, self.X, self.MV, self.v_E[:, None]], 1),
+            "input_means": np.concatenate([self.V.T, self.Y.T, self.UM]),
+            "grand_means": np.concatenate([self.K.ravel(), self.v_K.ravel(), self.v_R, self.v_L, scalars]),
+        }
+
+    def squares(self, A, AV, UA, K):
+        """Sums of squares of R (by column), L Lᵀ, E (all of it, and by row)."""
+        R, L = AV - self.U @ K, UA - K @ self.V.T
+        rows = (A**2).sum(1)
+        SR, LL = (R**2).sum(0), L @ L.T
+        without_V = rows.sum() - (K**2).sum() - SR.sum()
+        rest = max(without_V - np.trace(LL), 0.0)
+        share = min(max(rest / without_V, 0.0), 1.0) if without_V else 0.0
+        f = rows - (AV**2).sum(1)
+        estimate = np.abs(f - np.einsum("ia,ab,ib->i", self.U, LL, self.U))
+        return SR, LL, rest, np.maximum(np.maximum(estimate, share * f), 2.0**-18 * rows)
+
+    def step(self, G, n):
+        O, I = G.shape
+        b1, bm, b2 = n["beta1"], n["mean_beta"], n["beta2"]
+        G = n["sign"] * G
+        total = (G**2).sum()
+        self.w1, self.wm, self.wE = (w + (1 - b) * (1 - w) for w, b in ((self.w1, b1), (self.wm, bm), (self.wE, b2)))
+        GV, UG = G @ self.V, self.U.T @ G
+        K = self.U.T @ GV
+        SR, LL, rest, e = self.squares(G, GV, UG, K)
+        self.MV, self.UM, self.K = lerp(self.MV, GV, 1 - b1), lerp(self.UM, UG, 1 - b1), lerp(self.K, K, 1 - b1)
+        self.v_K, self.v_R = lerp(self.v_K, K**2, 1 - bm), lerp(self.v_R, SR / O, 1 - bm)
+        self.v_L, self.v_E = lerp(self.v_L, np.diag(LL) / I, 1 - bm), lerp(self.v_E, e / I, 1 - b2)
+        self.variance = lerp(self.variance, total / (O * I), 1 - b2)
+        self.rest_variance = lerp(self.rest_variance, rest / (O * I), 1 - b2)
+        self.X, self.Y = lerp(self.X, GV @ K.T, 0.05), lerp(self.Y, UG.T @ K, 0.05)
+        noise = 2.0**-19 * math.sqrt(total)
+        rK, rR, rL, rE = self.roots(n["eps"], noise, (O, I))
+        c = min(self.factor, max(3e-3 / max(n["lr"], 3e-3 / 5), 0.7))
+        self.M = lerp(self.M, G, 1 - b1)
+        # δ as the four parts of M, each over its own root
+        U, V, K, MV, UM = self.U, self.V, self.K, self.MV, self.UM
+        R, L = MV - U @ K, UM - K @ V.T
+        E = self.M - MV @ V.T - U @ L
+        delta = U @ (K / rK) @ V.T + (R / rR) @ V.T + U @ (L / rL[:, None]) + E / rE[:, None]
+        self.theta = (1 - n["lr"] * n["weight_decay"]) * self.theta - n["lr"] / self.w1 * c * delta
+
+    def roots(self, eps, noise, shape):
+        O, I = shape
+        v = (self.v_K, self.wm, 1), (self.v_R, self.wm, O), (self.v_L, self.wm, I), (self.v_E, self.wE, O * I)
+        return [root(x, w, eps + noise / math.sqrt(size)) for x, w, size in v]
+
+    def refresh(self, n, bound_means, bound_rest):
+        (O, I), M, U, V = self.M.shape, self.M, self.U, self.V
+        new = [turned(S, W) for S, W in ((self.X, U), (self.Y, V))]
+        if all(x is not None for x in new):
+            self.U, self.V = new
+            by_U, by_V = (U.T @ self.U) ** 2, (V.T @ self.V) ** 2
+            self.v_K, self.v_R, self.v_L = by_U.T @ self.v_K @ by_V, self.v_R @ by_V, self.v_L @ by_U
+            self.X, self.Y = self.U @ (self.U.T @ self.X), self.V @ (self.V.T @ self.Y)
+            self.MV, self.UM, self.K = M @ self.V, self.U.T @ M, self.U.T @ M @ self.V
+        SR, LL, rest, e = self.squares(M, self.MV, self.UM, self.K)
+        squares = {"v_K": self.K**2, "v_R": SR / O, "v_L": np.diag(LL) / I, "v_E": e / I}
+        for name, square in squares.items():
+            bound, w = (bound_rest, self.wE) if name == "v_E" else (bound_means, self.wm)
+            setattr(self, name, np.maximum(getattr(self, name), square * (w / (bound * self.w1) ** 2)))
+        rK, rR, rL, _ = self.roots(n["eps"], 0.0, (O, I))
+        total = (M**2).sum()
+        gain = (self.K**2 / rK).sum() + (SR / rR).sum() + (np.diag(LL) / rL).sum()
+        of_rest = max(rest - 2.0**-18 * total, 0.0)
+        gain += of_rest / math.sqrt(self.rest_variance / self.wE) if of_rest else 0.0
+        factor = total / math.sqrt(self.variance / self.wE) / gain if total else 0.7
+        self.factor = min(max(factor, 0.7), 5.0)
+
+
+def turned(S, W):
+    """Columns of the sketch at unit length with a little of the old ones, made orthonormal one after the other."""
+    length = np.linalg.norm(S, axis=0)
+    unit = np.where(length > 2.0**-19 * length.max(initial=0), 1 / np.where(length > 0, length, 1), 0.0)
+    Z = S * unit + 1e-3 * W
+    Q, R = np.linalg.qr(Z)
+    signs = np.where(np.diag(R) < 0, -1.0, 1.0)
+    return None if (np.abs(np.diag(R)) <= 1e-5).any() else Q * signs
+
+
+# -------------------------------------------------------------------- problems
+
+
+def problem(shape, dtype, seed, noise=1.0):
+    """A parameter and the state of a matrix after its start, and gradients of low rank with noise."""
+    O, I, k, q = shape
+    rng = np.random.default_rng(seed)
+    U, V = (np.linalg.qr(rng.standard_normal((n, w)))[0] for n, w in ((O, k), (I, q)))
+    unit, inputs = np.zeros((O, 2 * k + q + 1)), np.zeros((2 * q + k, I))
+    unit[:, :k], inputs[:q] = U, V.T
+    grand = np.zeros(2 * k * q + q + k + 6)
+    grand[-4] = 0.7 + rng.random()
+    state = {"exp_avg": np.zeros((O, I)), "unit_means": unit, "input_means": inputs, "grand_means": grand}
+    state = {name: torch.tensor(x, dtype=torch.float32) for name, x in state.items()}
+    param = torch.tensor(rng.standard_normal((O, I)), dtype=dtype)
+    rank = max(k, q)
+    base = rng.standard_normal((O, rank)) @ rng.standard_normal((rank, I))
+    scales = np.exp(rng.standard_normal((O, 1)))
+    grads = [
+        torch.tensor(1e-2 * scales * (base * rng.random() + noise * rng.standard_normal((O, I))), dtype=dtype)
+        for _ in range(6)
+    ]
+    return param, state, grads
+
+
+def copied(param, state):
+    return param.clone(), {name: x.clone() for name, x in state.items()}
+
+
+def native(problems, grads, numbers=NUMBERS, refresh=(), bounds=(2.0, 3.0), scratch=None):
+    params, states = zip(*problems, strict=True)
+    refreshes = refresh or [False] * len(params)
+    scratch = torch.empty(0) if scratch is None else scratch
+    return NativeMatrices(params, grads, states, numbers, refreshes, [bounds] * len(params), scratch)
+
+
+def compare(state, param, reference, scale):
+    """Entries to `scale` rounding errors of the largest of their kind; squares also of what they are differences of."""
+    k, q, (O, I) = reference.k, reference.q, param.shape
+    cuts = {
+        "exp_avg": (0, []),
+        "unit_means": (1, [k, 2 * k, 2 * k + q]),
+        "input_means": (0, [q, 2 * q]),
+        "grand_means": (0, np.cumsum([k * q, k * q, q, k, 1, 1, 1, 1, 1])),
+    }
+    whole = reference.variance
+    floors = {("unit_means", 3): whole * O, ("grand_means", 2): whole * I, ("grand_means", 3): whole * O}
+    floors |= {("grand_means", 5): whole}
+    expected = reference.state()
+    for name, (axis, at) in cuts.items():
+        both = (np.split(x, at, axis) for x in (state[name].double().numpy(), expected[name]))
+        for i, (a, b) in enumerate(zip(*both, strict=True)):
+            size = max(np.abs(b).max(initial=0), floors.get((name, i), 0.0))
+            np.testing.assert_allclose(a, b, rtol=0, atol=scale * ROUNDING * size, err_msg=f"{name}, part {i}")
+    error = np.abs(expected["theta"] - param.double().numpy()).max()
+    precision = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[param.dtype]
+    # Where U or V is square, R or L is rounding error only, of which a step takes a part.
+    of_step = 1 / 8 if k == O or q == I else scale * ROUNDING
+    assert error <= (precision + ROUNDING) * np.abs(expected["theta"]).max() + of_step * NUMBERS["lr"] * 5
+
+
+def numpy_state(state):
+    return {name: x.double().numpy() for name, x in state.items()}
+
+
+# -------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_steps_agree_with_the_equations(shape, dtype, instructions):
+    """Each from the state that the kernels had before: then rounding errors do not add up."""
+    param, state, grads = problem(shape, dtype, 0)
+    for t, grad in enumerate(grads):
+        numbers = NUMBERS if t < 3 else {**NUMBERS, "sign": -1.0, "lr": 1e-4, "weight_decay": 0.0}
+        reference = Reference(param.double().numpy(), numpy_state(state), *shape[2:])
+        reference.step(grad.double().numpy(), numbers)
+        step = native([(param, state)], [grad], numbers)
+        assert serves(param, grad, state) and step.read() and step.write() == []
+        compare(state, param, reference, 200)
