@@ -176,7 +176,26 @@ def geometry(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int]) 
 
 def sum_blocks(cuts: Sequence[TensorBlocks], values: Sequence[Tensor]) -> Tensor:
     """The block sums of all tensors, concatenated."""
+    if values and values[0].device.type != "cpu":
+        return sum_together(cuts, values)
     return torch.cat([cut.sum(x) for cut, x in zip(cuts, values, strict=True)])
+
+
+def sum_together(cuts: Sequence[TensorBlocks], values: Sequence[Tensor]) -> Tensor:
+    """The same where launches cost more than copies: blocks that are runs of one length are summed at once."""
+    sums: list[Tensor | None] = [None] * len(cuts)
+    by_length: dict[int, list[int]] = {}
+    for i, (cut, x) in enumerate(zip(cuts, values, strict=True)):
+        outer, _, inner = (x.is_contiguous() and cut.geometry) or (0, 0, 0)
+        if outer == 1:
+            by_length.setdefault(inner, []).append(i)
+        else:
+            sums[i] = cut.sum(x)
+    for length, together in by_length.items():
+        rows = torch.cat([values[i].reshape(cuts[i].count, length) for i in together]).sum(1)
+        for i, own in zip(together, rows.split([cuts[i].count for i in together]), strict=True):
+            sums[i] = own
+    return torch.cat([own for own in sums if own is not None])
 
 
 def spread_blocks(cuts: Sequence[TensorBlocks], values: Sequence[Tensor], like: Tensor) -> list[Tensor]:

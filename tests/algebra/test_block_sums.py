@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockmean import BlockMean, Partition
+from blockmean.blocks import cut, sum_blocks, sum_together
 from support import reference
 from support.reference import assert_close
 from support.strategies import partitions, randn, seeds
@@ -143,3 +144,13 @@ def test_a_contiguous_partition_of_a_trillion_entries_costs_nothing() -> None:
     assert p.coarsen([0, 0, 1]).sizes.tolist() == [2 * 10**12, 5]
     assert p.refines(p.coarsen([0, 1, 1])) and p == Partition.from_sizes(p.sizes)
     assert "2,000,000,000,005 entries" in p.describe()
+
+
+def test_sums_of_many_tensors_at_once_are_those_of_each():
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(4, 6), (5,), (3, 2, 3), (6,), (7, 6), (2, 3), ()]
+    values = [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
+    values.append(torch.randn(6, 4, generator=rng, dtype=torch.float64).t())  # not contiguous
+    for by in ("unit", "tensor", "element", lambda name, x: torch.arange(x.numel()).remainder(2).view(x.shape)):
+        cuts = [cut(f"t{i}", i, x, by) for i, x in enumerate(values)]
+        torch.testing.assert_close(sum_together(cuts, values), sum_blocks(cuts, values), rtol=0, atol=1e-14)

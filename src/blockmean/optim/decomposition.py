@@ -298,8 +298,9 @@ def roots(means: Means, eps: float, floors: Sequence[Tensor | float] = (0.0,) * 
 
 
 def corrections(means: Means) -> list[Tensor]:
-    """The bias corrections of v_K, v_R, v_L and v_E, to divide them by."""
-    of_means, of_rest = means.weights[:, 1, None], means.weights[:, 2, None]
+    """The bias corrections of v_K, v_R, v_L and v_E, to divide them by. 0 / 0 is 0, before a first good gradient."""
+    weights = means.weights.clamp(min=torch.finfo(means.weights.dtype).tiny)
+    of_means, of_rest = weights[:, 1, None], weights[:, 2, None]
     return [of_means[..., None], of_means, of_means, of_rest]
 
 
@@ -312,7 +313,8 @@ def precondition(matrices: Matrices, total: Tensor) -> tuple[Tensor, Tensor, Ten
     floors = noise[..., None], noise * units**-0.5, noise * inputs**-0.5, noise * (units * inputs) ** -0.5
     root_K, root_R, root_L, root_E = roots(means, numbers.eps, floors)
     d = root_E.reciprocal_().unsqueeze(-1)
-    rate = (numbers.rate * means.factor.clamp(max=longest_factor(numbers.lr)) / means.weights[:, 0])[:, None, None]
+    rate = numbers.rate * means.factor.clamp(max=longest_factor(numbers.lr))
+    rate = (rate / means.weights[:, 0].clamp(min=torch.finfo(d.dtype).tiny))[:, None, None]
     of_inputs = U @ (K / root_K) + (MV - U @ K) / root_R.unsqueeze(-2) - d * MV
     of_units = U / root_L.unsqueeze(-2) - d * U
     return rate * d, rate * torch.cat([of_inputs, of_units], -1), torch.cat([V.mT, UM - K @ V.mT], -2)
@@ -447,10 +449,11 @@ def bound_(batches: Sequence[Matrices], products: Sequence[Products], reduce: Re
     reduce(sums_of(found))
     for b, p, sums in zip(batches, products, found, strict=True):
         numbers, (squares, rest) = b.numbers, mean_squares(b.means.U, p, sums, b.sizes)
-        of_M = b.means.weights[:, 0].square()
-        for v, square, beta, weight in zip(b.means.v, squares, numbers.betas, corrections(b.means), strict=True):
-            bound = adam_bound(numbers.beta1, beta, numbers.step) ** 2 * of_M.view_as(weight)
-            v.copy_(v.maximum(square * (weight / bound * numbers.news(0))))
+        of_M, (of_means, of_rest) = b.means.weights[:, 0].square(), bounds_of(numbers)
+        bounds = of_means, of_means, of_means, of_rest
+        for v, square, bound, weight in zip(b.means.v, squares, bounds, corrections(b.means), strict=True):
+            raised = square * (weight / (bound**2 * of_M.view_as(weight)) * numbers.news(0))
+            v.copy_(v.maximum(raised))
         set_factor_(b, p.total, squares, rest)
 
 
@@ -498,6 +501,14 @@ def cosines(alive: Tensor, k: int) -> Tensor:
     waves = torch.cos(angle) * alive[..., None] * (2 / count.clamp(min=1)).sqrt() * (column < count)
     waves[..., :1] *= 0.5**0.5
     return waves
+
+
+def bounds_of(numbers: Numbers) -> tuple[float, float]:
+    """`adam_bound` of means, and of the remainder."""
+    return (
+        adam_bound(numbers.beta1, numbers.mean_beta, numbers.step),
+        adam_bound(numbers.beta1, numbers.beta2, numbers.step),
+    )
 
 
 def adam_bound(beta1: float, beta2: float, t: int) -> float:
