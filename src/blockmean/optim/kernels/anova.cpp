@@ -58,7 +58,6 @@ void project_rows(const Matrix& m, const T* G, double sign, const float* U, int6
     const int64_t q = padded(m.q);
     float* parts = m.parts + begin / m.chunk() * m.panels() * m.k * PANEL;
     alignas(LINE) float panel[BLOCK * PANEL];
-    const void* asked[HIGH * (PANEL * 4 / LINE)];
     over_blocks(begin, end, [&](int64_t i, int64_t rows) {
         V squares[BLOCK] = {};
         over_panels(m, [&](int64_t p, int64_t c, int64_t n, int64_t wide) {
@@ -76,11 +75,9 @@ void project_rows(const Matrix& m, const T* G, double sign, const float* U, int6
             // Meanwhile the next panel comes from memory: rows so short are no stream to the processor.
             const T* next = c + PANEL < m.inputs ? G + i * m.inputs + c + PANEL : G + (i + BLOCK) * m.inputs;
             const auto ahead = [&](int64_t row) {
-                Lines lines = {asked};
-                for (int64_t r = row; r < row + HIGH && r < rows; ++r)
-                    for (int64_t j = 0; j < PANEL; j += LINE / int64_t(sizeof(T)))
-                        asked[lines.count++] = next + r * m.inputs + j;
-                return lines;
+                Ahead some{least<int64_t>(HIGH, rows - row)};
+                some.add(next + row * m.inputs, m.inputs);
+                return some;
             };
             multiply<float>(rows, q, n, {panel, PANEL, 1}, m.packed + c * q, q, m.GV + i * q, q, 1, c > 0, ahead);
             multiply<float>(m.k, wide, rows, {U + i * stride, 1, stride}, panel, PANEL, parts + p * m.k * PANEL, PANEL, 1,
@@ -243,48 +240,37 @@ template <class T> void update_rows(const Matrix& m, const AnovaRule& rule, int6
     const int64_t rank = m.q + m.k;
     T* const param = reinterpret_cast<T*>(m.param);
     const T* const grad = reinterpret_cast<const T*>(m.grad);
-    constexpr int64_t PARTS = PANEL / (WIDE * W);  // tiles of a panel
-    const void* asked[HIGH * (PANEL * 4 / LINE) * 3 + PARTS];
-    for (int64_t first = begin, rows; first < end; first += rows) {
-        rows = least(SWEEP, end - first);
+    alignas(LINE) float low_rank[HIGH * PANEL];
+    for (int64_t first = begin, last; first < end; first = last) {
+        last = least(first + SWEEP, end);
         over_panels(m, [&](int64_t p, int64_t c, int64_t n, int64_t) {
-            for (int64_t i = first; i < first + rows; i += HIGH) {
-                // The rows of the next tile come from memory meanwhile.
-                const bool lower = i + HIGH < first + rows, right_of = c + PANEL < m.inputs;
-                const int64_t row = lower ? i + HIGH : right_of ? first : first + rows;
-                const int64_t next = row * m.inputs + (lower ? c : right_of ? c + PANEL : 0);
-                Lines lines = {asked};
-                for (int64_t r = 0; r < HIGH; ++r)
-                    for (int64_t j = 0; j < PANEL; j += LINE / 4) {
-                        const int64_t at = next + r * m.inputs + j;
-                        asked[lines.count++] = m.M + at;
-                        asked[lines.count++] = param + at;
-                        asked[lines.count++] = grad + at;
-                    }
-                lines.count = (lines.count + PARTS - 1) / PARTS;
-                const Factor<float> left = {m.left + i * rank, rank, 1};
-                const int64_t high = least<int64_t>(HIGH, first + rows - i);
+            for (int64_t i = first; i < last; i += HIGH) {
+                const int64_t rows = least<int64_t>(HIGH, last - i), corner = i * m.inputs + c;
+                Ahead ahead{rows};
+                ahead.add(m.M + corner, m.inputs), ahead.add(param + corner, m.inputs), ahead.add(grad + corner, m.inputs);
                 for (int64_t j = 0; j < n; j += WIDE * W) {
                     const float* right = m.right + p * rank * PANEL + j;
-                    product(high, n - j, rank, left, right, PANEL, lines, [&](int64_t r, int64_t v, V low_rank) {
-                        const int64_t at = (i + r) * m.inputs + c + j + v;
-                        const int rest = int(least<int64_t>(n - j - v, W));
-                        const V scale = fill<V>(m.scale[i + r]);
-                        const auto change = [&](V g, V& x, V& theta) {
-                            x = fma(fresh, bits<V>(bits<M>(g) ^ flip) - x, x);
-                            theta = fma(decay, theta, fma(scale, x, low_rank));
-                        };
-                        if (rest == W) {
-                            V x = load(m.M + at), theta = load(param + at);
-                            change(load(grad + at), x, theta);
-                            store(m.M + at, x), store(param + at, theta);
-                        } else {
-                            V x = load(m.M + at, rest), theta = load(param + at, rest);
-                            change(load(grad + at, rest), x, theta);
-                            store(m.M + at, x, rest), store(param + at, theta, rest);
-                        }
-                    });
-                    lines.at += lines.count;
+                    product<float>(rows, n - j, rank, {m.left + i * rank, rank, 1}, right, PANEL, low_rank + j, PANEL, ahead);
+                    ahead.rows = 0;
+                }
+                for (int64_t r = 0; r < rows; ++r) {
+                    const V scale = fill<V>(m.scale[i + r]);
+                    const auto change = [&](V product, V g, V& x, V& theta) {
+                        x = fma(fresh, bits<V>(bits<M>(g) ^ flip) - x, x);
+                        theta = fma(decay, theta, fma(scale, x, product));
+                    };
+                    const int64_t at = corner + r * m.inputs;
+                    int64_t j = 0;
+                    for (; j + W <= n; j += W) {
+                        V x = load(m.M + at + j), theta = load(param + at + j);
+                        change(load(low_rank + r * PANEL + j), load(grad + at + j), x, theta);
+                        store(m.M + at + j, x), store(param + at + j, theta);
+                    }
+                    if (const int rest = int(n - j)) {
+                        V x = load(m.M + at + j, rest), theta = load(param + at + j, rest);
+                        change(load(low_rank + r * PANEL + j), load(grad + at + j, rest), x, theta);
+                        store(m.M + at + j, x, rest), store(param + at + j, theta, rest);
+                    }
                 }
             }
         });

@@ -2,7 +2,10 @@
 // instruction set.
 #pragma once
 
+#include "anova.hpp"
 #include "vector.hpp"
+
+using namespace blockmean;
 
 namespace {
 
@@ -22,78 +25,96 @@ template <class A> struct Factor {  // entry (r, p) at r · row + p · column
     int64_t row, column;
 };
 
-// Lines of memory that a product asks for in its first steps, one in each: far enough ahead of their use, and never more
-// at a time than the processor can wait for.
-struct Lines {
-    const void* const* at = nullptr;
-    int64_t count = 0;
+// Memory that a product asks for meanwhile: the first bytes of some rows of up to three arrays. A few lines at a time, for
+// the processor waits for no more, and in the first half, so that they are there when the product is.
+struct Ahead {
+    int64_t rows = 0;
+    int arrays = 0;
+    const char* at[3];
+    int64_t stride[3];  // bytes
+
+    template <class T> void add(const T* from, int64_t row) {
+        at[arrays] = reinterpret_cast<const char*>(from), stride[arrays++] = row * int64_t(sizeof(T));
+    }
+    void ask() {
+        for (int a = 0; a < arrays; at[a] += stride[a], ++a)
+            for (int64_t byte = 0; byte < PANEL * 4; byte += LINE) __builtin_prefetch(at[a] + byte);
+    }
 };
 
 // out[r, :] = Σ_p a[r, p] b[p, :] for HIGH rows of N vectors, of which the first `rows` count. A function of its own: what
 // surrounds it would take the registers that it needs for addresses.
 template <int N, class A>
-__attribute__((noinline)) void tile(int64_t rows, int64_t depth, Factor<A> a, const A* b, int64_t stride, A* out, Lines lines) {
+__attribute__((noinline)) void tile(int64_t rows, int64_t depth, Factor<A> a, const A* b, int64_t stride, A* out,
+                                    int64_t out_stride, Ahead ahead) {
     const A* at[HIGH];
     Vec<A> sum[HIGH][N] = {};
 #pragma GCC unroll 8
     for (int r = 0; r < HIGH; ++r) at[r] = a.at + (r < rows ? r : rows - 1) * a.row;  // the last row stands in
     int64_t p = 0, offset = 0;
-    const auto add = [&]() __attribute__((always_inline)) {
-        Vec<A> x[N];
+    const auto add_until = [&](int64_t end) __attribute__((always_inline)) {
+        for (; p < end; ++p, offset += a.column, b += stride) {
+            Vec<A> x[N];
 #pragma GCC unroll 3
-        for (int v = 0; v < N; ++v) x[v] = load(b + v * Lanes<A>::W);
+            for (int v = 0; v < N; ++v) x[v] = load(b + v * Lanes<A>::W);
 #pragma GCC unroll 8
-        for (int r = 0; r < HIGH; ++r) {
-            const Vec<A> y = fill<Vec<A>>(at[r][offset]);
+            for (int r = 0; r < HIGH; ++r) {
+                const Vec<A> y = fill<Vec<A>>(at[r][offset]);
 #pragma GCC unroll 3
-            for (int v = 0; v < N; ++v) sum[r][v] = fma(y, x[v], sum[r][v]);
+                for (int v = 0; v < N; ++v) sum[r][v] = fma(y, x[v], sum[r][v]);
+            }
         }
-        ++p, offset += a.column, b += stride;
     };
-    while (p < least(lines.count, depth)) __builtin_prefetch(lines.at[p]), add();
-    while (p < depth) add();
+    for (int64_t r = 0, steps = depth / (2 * HIGH); r <= ahead.rows; ++r) {
+        const bool last = r == ahead.rows;
+        if (!last) ahead.ask();
+        add_until(last ? depth : p + steps);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < HIGH; ++r)
 #pragma GCC unroll 3
-        for (int v = 0; v < N; ++v) store(out + (r * N + v) * Lanes<A>::W, sum[r][v]);
+        for (int v = 0; v < N; ++v) store(out + r * out_stride + v * Lanes<A>::W, sum[r][v]);
 }
 
-// The same for as many vectors as n columns need, WIDE at most; finish(r, j, sum) takes the vector from column j of row r.
-template <class A, class F>
-INLINE void product(int64_t rows, int64_t n, int64_t depth, Factor<A> a, const A* b, int64_t stride, Lines lines, F finish) {
-    constexpr int lanes = Lanes<A>::W;
-    alignas(LINE) A out[HIGH * WIDE * lanes];
-    const int64_t vectors = least<int64_t>((n + lanes - 1) / lanes, WIDE);
-    if (vectors == WIDE) tile<WIDE>(rows, depth, a, b, stride, out, lines);
-    else if (WIDE > 2 && vectors == 2) tile<2>(rows, depth, a, b, stride, out, lines);
-    else tile<1>(rows, depth, a, b, stride, out, lines);
-    for (int64_t r = 0; r < rows; ++r)
-        for (int64_t v = 0; v < vectors; ++v) finish(r, v * lanes, load(out + (r * vectors + v) * lanes));
+// The same for as many vectors as n columns need, WIDE at most. Returns how many.
+template <class A>
+INLINE int64_t product(int64_t rows, int64_t n, int64_t depth, Factor<A> a, const A* b, int64_t stride, A* out,
+                       int64_t out_stride, const Ahead& ahead) {
+    const int64_t vectors = (n + Lanes<A>::W - 1) / Lanes<A>::W;
+    if (vectors >= WIDE) return tile<WIDE>(rows, depth, a, b, stride, out, out_stride, ahead), WIDE;
+    if (WIDE > 2 && vectors == 2) return tile<2>(rows, depth, a, b, stride, out, out_stride, ahead), 2;
+    return tile<1>(rows, depth, a, b, stride, out, out_stride, ahead), 1;
 }
 
 struct Nothing {
-    Lines operator()(int64_t) const { return {}; }
+    Ahead operator()(int64_t) const { return {}; }
 };
 
-// C ← β C + α A B, (m, n). B is padded to whole vectors, C need not be. ahead(i): lines to ask for with row i of A.
+// C ← β C + α A B, (m, n). B is padded to whole vectors, C need not be. next(i): what to ask for with row i of A.
 template <class A, class F = Nothing>
 void multiply(int64_t m, int64_t n, int64_t depth, Factor<A> a, const A* b, int64_t b_stride, A* c, int64_t c_stride,
-              A alpha = 1, A beta = 0, F ahead = F{}) {
+              A alpha = 1, A beta = 0, F next = F{}) {
     constexpr int lanes = Lanes<A>::W;
+    constexpr int64_t wide = WIDE * lanes;
+    alignas(LINE) A out[HIGH * wide];
     const Vec<A> by = fill<Vec<A>>(alpha), old = fill<Vec<A>>(beta);
-    for (int64_t j = 0; j < n; j += WIDE * lanes)
+    for (int64_t j = 0; j < n; j += wide)
         for (int64_t i = 0; i < m; i += HIGH) {
             const Factor<A> part = {a.at + i * a.row, a.row, a.column};
-            const Lines lines = j == 0 ? ahead(i) : Lines{};
-            product(least<int64_t>(HIGH, m - i), n - j, depth, part, b + j, b_stride, lines, [&](int64_t r, int64_t v, Vec<A> x) {
-                A* at = c + (i + r) * c_stride + j + v;
-                const int64_t rest = n - j - v;
-                if (rest >= lanes) {
-                    store(at, beta == 0 ? by * x : fma(old, load(at), by * x));
-                } else {
-                    store(at, beta == 0 ? by * x : fma(old, load(at, int(rest)), by * x), int(rest));
+            const int64_t rows = least<int64_t>(HIGH, m - i);
+            const int64_t vectors = product(rows, n - j, depth, part, b + j, b_stride, out, wide, j ? Ahead{} : next(i));
+            for (int64_t r = 0; r < rows; ++r) {
+                A* at = c + (i + r) * c_stride + j;
+                for (int64_t v = 0; v < vectors; ++v, at += lanes) {
+                    const Vec<A> x = by * load(out + r * wide + v * lanes);
+                    const int64_t rest = n - j - v * lanes;
+                    if (rest >= lanes) {
+                        store(at, beta == 0 ? x : fma(old, load(at), x));
+                    } else {
+                        store(at, beta == 0 ? x : fma(old, load(at, int(rest)), x), int(rest));
+                    }
                 }
-            });
+            }
         }
 }
 
