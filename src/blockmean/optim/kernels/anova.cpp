@@ -12,7 +12,7 @@
 #include <cmath>
 
 #include "anova.hpp"
-#include "vector.hpp"
+#include "products.hpp"
 
 using namespace blockmean;
 
@@ -26,111 +26,7 @@ constexpr double INERTIA = 1e-3;     // how much of the old columns is added to 
 constexpr double CLOSEST = 1e-5;     // smallest diagonal entry of a Cholesky factor of unit columns to be trusted
 constexpr float SMALLEST = 0x1p-63f;  // the root of the smallest normal number
 
-constexpr int HIGH = VECTOR_BYTES == 64 ? 8 : 6;  // rows of a tile
-constexpr int WIDE = VECTOR_BYTES == 64 ? 3 : 2;  // vectors of each: sums, factors and a broadcast fill the registers
-constexpr int LINE = 64;
-typedef Vec<float> V;
-constexpr int W = Lanes<float>::W;
-
-template <class A> INLINE A least(A a, A b) { return a < b ? a : b; }
-template <class A> INLINE A most(A a, A b) { return a > b ? a : b; }
-
-// ------------------------------------------------------------------ products
-
-template <class A> struct Factor {  // entry (r, p) at r · row + p · column
-    const A* at;
-    int64_t row, column;
-};
-
-// out[r, :] = Σ_p a[r, p] b[p, :] for HIGH rows of N vectors, of which the first `rows` count. A function of its own: what
-// surrounds it would take the registers that it needs for addresses.
-template <int N, class A>
-__attribute__((noinline)) void tile(int64_t rows, int64_t depth, Factor<A> a, const A* b, int64_t stride, A* out) {
-    const A* at[HIGH];
-    Vec<A> sum[HIGH][N] = {};
-#pragma GCC unroll 8
-    for (int r = 0; r < HIGH; ++r) at[r] = a.at + (r < rows ? r : rows - 1) * a.row;  // the last row stands in
-    for (int64_t p = 0, offset = 0; p < depth; ++p, offset += a.column, b += stride) {
-        Vec<A> x[N];
-#pragma GCC unroll 3
-        for (int v = 0; v < N; ++v) x[v] = load(b + v * Lanes<A>::W);
-#pragma GCC unroll 8
-        for (int r = 0; r < HIGH; ++r) {
-            const Vec<A> y = fill<Vec<A>>(at[r][offset]);
-#pragma GCC unroll 3
-            for (int v = 0; v < N; ++v) sum[r][v] = fma(y, x[v], sum[r][v]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < HIGH; ++r)
-#pragma GCC unroll 3
-        for (int v = 0; v < N; ++v) store(out + (r * N + v) * Lanes<A>::W, sum[r][v]);
-}
-
-// The same for as many vectors as n columns need, WIDE at most; finish(r, j, sum) takes the vector from column j of row r.
-template <class A, class F>
-INLINE void product(int64_t rows, int64_t n, int64_t depth, Factor<A> a, const A* b, int64_t stride, F finish) {
-    constexpr int lanes = Lanes<A>::W;
-    alignas(LINE) A out[HIGH * WIDE * lanes];
-    const int64_t vectors = least<int64_t>((n + lanes - 1) / lanes, WIDE);
-    if (vectors == WIDE) tile<WIDE>(rows, depth, a, b, stride, out);
-    else if (WIDE > 2 && vectors == 2) tile<2>(rows, depth, a, b, stride, out);
-    else tile<1>(rows, depth, a, b, stride, out);
-    for (int64_t r = 0; r < rows; ++r)
-        for (int64_t v = 0; v < vectors; ++v) finish(r, v * lanes, load(out + (r * vectors + v) * lanes));
-}
-
-struct Nothing {
-    void operator()(int64_t) const {}
-};
-
-// C ← β C + α A B, (m, n). B is padded to whole vectors, C need not be. ahead(i) is called before row i of C.
-template <class A, class F = Nothing>
-void multiply(int64_t m, int64_t n, int64_t depth, Factor<A> a, const A* b, int64_t b_stride, A* c, int64_t c_stride,
-              A alpha = 1, A beta = 0, F ahead = F{}) {
-    constexpr int lanes = Lanes<A>::W;
-    const Vec<A> by = fill<Vec<A>>(alpha), old = fill<Vec<A>>(beta);
-    for (int64_t j = 0; j < n; j += WIDE * lanes)
-        for (int64_t i = 0; i < m; i += HIGH) {
-            if (j == 0) ahead(i);
-            const Factor<A> part = {a.at + i * a.row, a.row, a.column};
-            product(least<int64_t>(HIGH, m - i), n - j, depth, part, b + j, b_stride, [&](int64_t r, int64_t v, Vec<A> x) {
-                A* at = c + (i + r) * c_stride + j + v;
-                const int64_t rest = n - j - v;
-                if (rest >= lanes) {
-                    store(at, beta == 0 ? by * x : fma(old, load(at), by * x));
-                } else {
-                    store(at, beta == 0 ? by * x : fma(old, load(at, int(rest)), by * x), int(rest));
-                }
-            });
-        }
-}
-
-// Copy, convert, transpose: entry (i, j) from i · row + j · column to i · to_row + j, and zeros up to `width`.
-template <class A, class B>
-void copy(int64_t m, int64_t n, const B* from, int64_t row, int64_t column, A* to, int64_t to_row, int64_t width) {
-    for (int64_t i = 0; i < m; ++i) {
-        if (column == 1)
-            for (int64_t j = 0; j < n; ++j) to[i * to_row + j] = A(from[i * row + j]);
-        else
-            for (int64_t j = 0; j < n; ++j) to[i * to_row + j] = A(from[i * row + j * column]);
-        for (int64_t j = n; j < width; ++j) to[i * to_row + j] = 0;
-    }
-}
-
-INLINE double sum(V x) {
-    double out = 0;
-    for (int l = 0; l < W; ++l) out += x[l];
-    return out;
-}
-
-double dot(const float* a, const float* b, int64_t n) {
-    V out = {};
-    int64_t i = 0;
-    for (; i + W <= n; i += W) out = fma(load(a + i), load(b + i), out);
-    if (i < n) out = fma(load(a + i, int(n - i)), load(b + i, int(n - i)), out);
-    return sum(out);
-}
+constexpr int64_t SWEEP = VECTOR_BYTES == 64 ? 8 : 24;  // rows that pass 2 takes through all panels: measured
 
 // f(p, c, n, wide) for every panel: its first column, its columns, and those with padding.
 template <class F> INLINE void over_panels(const Matrix& m, F f) {
@@ -179,9 +75,9 @@ void project_rows(const Matrix& m, const T* G, double sign, const float* U, int6
             // Meanwhile the next panel comes from memory: rows so short are no stream to the processor.
             const T* next = c + PANEL < m.inputs ? G + i * m.inputs + c + PANEL : G + (i + BLOCK) * m.inputs;
             const auto ahead = [&](int64_t row) {
-                for (int64_t r = row; r < row + HIGH && r < rows; ++r)
-                    for (int64_t j = 0; j < PANEL; j += LINE / int64_t(sizeof(T)))
-                        __builtin_prefetch(next + r * m.inputs + j);
+                Ahead some{least<int64_t>(HIGH, rows - row)};
+                some.add(next + row * m.inputs, m.inputs);
+                return some;
             };
             multiply<float>(rows, q, n, {panel, PANEL, 1}, m.packed + c * q, q, m.GV + i * q, q, 1, c > 0, ahead);
             multiply<float>(m.k, wide, rows, {U + i * stride, 1, stride}, panel, PANEL, parts + p * m.k * PANEL, PANEL, 1,
@@ -344,45 +240,41 @@ template <class T> void update_rows(const Matrix& m, const AnovaRule& rule, int6
     const int64_t rank = m.q + m.k;
     T* const param = reinterpret_cast<T*>(m.param);
     const T* const grad = reinterpret_cast<const T*>(m.grad);
-    over_blocks(begin, end, [&](int64_t first, int64_t rows) {
+    alignas(LINE) float low_rank[HIGH * PANEL];
+    for (int64_t first = begin, last; first < end; first = last) {
+        last = least(first + SWEEP, end);
         over_panels(m, [&](int64_t p, int64_t c, int64_t n, int64_t) {
-            for (int64_t i = first; i < first + rows; i += HIGH) {
-                // The rows of the next tile come from memory meanwhile.
-                const bool last = i + HIGH >= first + rows;
-                const int64_t next = last ? first * m.inputs + c + PANEL : (i + HIGH) * m.inputs + c;
-                for (int64_t r = 0; r < HIGH; ++r)
-                    for (int64_t j = 0; j < PANEL; j += LINE / 4) {
-                        const int64_t at = next + r * m.inputs + j;
-                        __builtin_prefetch(m.M + at, 1);
-                        __builtin_prefetch(param + at, 1);
-                        __builtin_prefetch(grad + at);
-                    }
-                const Factor<float> left = {m.left + i * rank, rank, 1};
-                const int64_t high = least<int64_t>(HIGH, first + rows - i);
+            for (int64_t i = first; i < last; i += HIGH) {
+                const int64_t rows = least<int64_t>(HIGH, last - i), corner = i * m.inputs + c;
+                Ahead ahead{rows};
+                ahead.add(m.M + corner, m.inputs), ahead.add(param + corner, m.inputs), ahead.add(grad + corner, m.inputs);
                 for (int64_t j = 0; j < n; j += WIDE * W) {
                     const float* right = m.right + p * rank * PANEL + j;
-                    product(high, n - j, rank, left, right, PANEL, [&](int64_t r, int64_t v, V low_rank) {
-                        const int64_t at = (i + r) * m.inputs + c + j + v;
-                        const int rest = int(least<int64_t>(n - j - v, W));
-                        const V scale = fill<V>(m.scale[i + r]);
-                        const auto change = [&](V g, V& x, V& theta) {
-                            x = fma(fresh, bits<V>(bits<M>(g) ^ flip) - x, x);
-                            theta = fma(decay, theta, fma(scale, x, low_rank));
-                        };
-                        if (rest == W) {
-                            V x = load(m.M + at), theta = load(param + at);
-                            change(load(grad + at), x, theta);
-                            store(m.M + at, x), store(param + at, theta);
-                        } else {
-                            V x = load(m.M + at, rest), theta = load(param + at, rest);
-                            change(load(grad + at, rest), x, theta);
-                            store(m.M + at, x, rest), store(param + at, theta, rest);
-                        }
-                    });
+                    product<float>(rows, n - j, rank, {m.left + i * rank, rank, 1}, right, PANEL, low_rank + j, PANEL, ahead);
+                    ahead.rows = 0;
+                }
+                for (int64_t r = 0; r < rows; ++r) {
+                    const V scale = fill<V>(m.scale[i + r]);
+                    const auto change = [&](V product, V g, V& x, V& theta) {
+                        x = fma(fresh, bits<V>(bits<M>(g) ^ flip) - x, x);
+                        theta = fma(decay, theta, fma(scale, x, product));
+                    };
+                    const int64_t at = corner + r * m.inputs;
+                    int64_t j = 0;
+                    for (; j + W <= n; j += W) {
+                        V x = load(m.M + at + j), theta = load(param + at + j);
+                        change(load(low_rank + r * PANEL + j), load(grad + at + j), x, theta);
+                        store(m.M + at + j, x), store(param + at + j, theta);
+                    }
+                    if (const int rest = int(n - j)) {
+                        V x = load(m.M + at + j, rest), theta = load(param + at + j, rest);
+                        change(load(low_rank + r * PANEL + j), load(grad + at + j, rest), x, theta);
+                        store(m.M + at + j, x, rest), store(param + at + j, theta, rest);
+                    }
                 }
             }
         });
-    });
+    }
 }
 
 void update(const Matrix& m, const AnovaRule& rule, int64_t begin, int64_t end) {
@@ -391,10 +283,200 @@ void update(const Matrix& m, const AnovaRule& rule, int64_t begin, int64_t end) 
     update_rows<float>(m, rule, begin, end);
 }
 
+// ------------------------------------------------------------------ refresh
+
+// A = Rᵀ R for a symmetric A, (w, stride); A becomes R⁻¹. Whether A is positive definite, and far enough from singular.
+bool invert_root(double* A, int64_t w, int64_t stride, double* line) {
+    bool good = true;
+    for (int64_t j = 0; j < w; ++j) {
+        double* row = A + j * stride;
+        if (row[j] == 0) row[j] = 1;  // a zero column stays zero
+        good &= row[j] > 0;
+        const double diagonal = std::sqrt(row[j]);
+        good &= diagonal > CLOSEST;
+        for (int64_t c = j; c < w; ++c) row[c] /= diagonal;
+        for (int64_t i = j + 1; i < w; ++i)
+            for (int64_t c = i; c < w; ++c) A[i * stride + c] -= row[i] * row[c];
+    }
+    for (int64_t i = w - 1; i >= 0; --i) {  // R⁻¹ from the last row on: R_ii x_i = e_i − Σ_{j>i} R_ij x_j
+        double* row = A + i * stride;
+        for (int64_t c = 0; c < stride; ++c) line[c] = row[c], row[c] = c == i;
+        for (int64_t j = i + 1; j < w; ++j)
+            for (int64_t c = j; c < w; ++c) row[c] -= line[j] * A[j * stride + c];
+        for (int64_t c = i; c < w; ++c) row[c] /= line[i];
+    }
+    return good;
+}
+
+// Z = (S · scale + INERTIA · W) T₁ and T₂, for which Z T₂ is orthonormal, of a sketch S and a basis W.
+bool orthonormalize_side(const Side& s) {
+    const int64_t w = s.w, stride = padded(w), two = padded(2 * w);
+    const auto fetch = [&](int64_t i, int64_t rows) {
+        copy(rows, w, s.sketch + i * s.row, s.row, s.column, s.block, two, w);
+        copy(rows, w, s.basis + i * s.row, s.row, s.column, s.block + w, two, two - w);
+    };
+    over_blocks(0, s.length, [&](int64_t i, int64_t rows) {
+        fetch(i, rows);
+        multiply<double>(w, two, rows, {s.block, 1, two}, s.block, two, s.gram, two, 1, i > 0);
+        multiply<double>(w, w, rows, {s.block + w, 1, two}, s.block + w, two, s.gram + w * (two + 1), two, 1, i > 0);
+    });
+    double longest = 0;
+    for (int64_t a = 0; a < w; ++a) longest = most(longest, std::sqrt(s.gram[a * (two + 1)]));
+    for (int64_t a = 0; a < w; ++a) {
+        const double length = std::sqrt(s.gram[a * (two + 1)]);
+        s.scale[a] = length > NOISE * longest ? 1 / length : 0;  // noise must not decide where a column points
+    }
+    for (int64_t a = 0; a < w; ++a)
+        for (int64_t b = 0; b < w; ++b) {
+            const double *row = s.gram + a * two, SW = s.scale[a] * row[w + b], WS = s.scale[b] * s.gram[b * two + w + a];
+            s.gram[(w + b) * two + a] = row[w + b];
+            s.first[a * stride + b] = s.scale[a] * s.scale[b] * row[b] + INERTIA * (SW + WS) +
+                                      INERTIA * INERTIA * s.gram[(w + a) * two + w + b];
+        }
+    bool good = invert_root(s.first, w, stride, s.block);
+    over_blocks(0, s.length, [&](int64_t i, int64_t rows) {
+        fetch(i, rows);
+        double* Z = s.Z + i * stride;
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t a = 0; a < w; ++a) {
+                double* x = s.block + r * two + a;
+                *x = *x * s.scale[a] + INERTIA * x[w];
+            }
+        multiply<double>(rows, stride, w, {s.block, two, 1}, s.first, stride, Z, stride);
+        multiply<double>(w, stride, rows, {Z, 1, stride}, Z, stride, s.second, stride, 1, i > 0);
+        copy(rows, stride, Z, stride, 1, s.narrow + i * stride, stride, stride);
+    });
+    good &= invert_root(s.second, w, stride, s.block);
+    copy(w, stride, s.second, stride, 1, s.T, stride, stride);
+    return good;
+}
+
+bool has_zero_column(const Side& s) {
+    for (int64_t a = 0; a < s.w; ++a) {
+        int64_t i = 0;
+        while (i < s.length && s.basis[i * s.row + a * s.column] == 0) ++i;
+        if (i == s.length) return true;
+    }
+    return false;
+}
+
+void orthonormalize(const Matrix& m, const AnovaRule&, int64_t, int64_t) {
+    if (has_zero_column(m.of_units) || has_zero_column(m.of_inputs)) {
+        *m.refresh = -1;
+        return;
+    }
+    const bool of_units = orthonormalize_side(m.of_units), of_inputs = orthonormalize_side(m.of_inputs);
+    m.total[2] = of_units && of_inputs;
+}
+
+void project_average(const Matrix& m, const AnovaRule&, int64_t begin, int64_t end) {
+    project_rows(m, m.M, 1.0, m.of_units.narrow, padded(m.k), begin, end);
+}
+
+// W ← Z T₂ and S ← W Wᵀ S. With C = [scale; INERTIA] T₁ T₂ and the Gram matrix H of [S, W], Wᵀ S = Cᵀ H[:, S], and the old
+// W has the product H[W, :] C with the new one.
+void turn_side(const Side& s, float* block) {
+    const int64_t w = s.w, stride = padded(w), two = padded(2 * w);
+    const auto put = [&](const auto* from, int64_t from_row, float* to, int64_t i, int64_t rows) {
+        for (int64_t a = 0; a < w; ++a)
+            for (int64_t r = 0; r < rows; ++r) to[(i + r) * s.row + a * s.column] = float(from[r * from_row + a]);
+    };
+    over_blocks(0, s.length, [&](int64_t i, int64_t rows) {
+        multiply<double>(rows, stride, w, {s.Z + i * stride, stride, 1}, s.second, stride, s.block, two);
+        copy(rows, stride, s.block, two, 1, s.narrow + i * stride, stride, stride);
+        put(s.block, two, s.basis, i, rows);
+    });
+    multiply<double>(w, stride, w, {s.first, stride, 1}, s.second, stride, s.both, stride);
+    const auto mix = [&](const double* SH, const double* WH, bool by_row) {
+        for (int64_t a = 0; a < w; ++a)
+            for (int64_t b = 0; b < stride; ++b)
+                s.first[a * stride + b] =
+                    b < w ? s.scale[by_row ? a : b] * SH[a * two + b] + INERTIA * WH[a * two + b] : 0;
+    };
+    mix(s.gram + w * two, s.gram + w * (two + 1), false);
+    multiply<double>(w, stride, w, {s.first, stride, 1}, s.both, stride, s.second, stride);
+    for (int64_t i = 0; i < w * stride; ++i) s.turn[i] = float(s.second[i] * s.second[i]);
+    mix(s.gram, s.gram + w * two, true);
+    multiply<double>(w, stride, w, {s.both, 1, stride}, s.first, stride, s.second, stride);
+    copy(w, stride, s.second, stride, 1, s.kept, stride, stride);
+    over_blocks(0, s.length, [&](int64_t i, int64_t rows) {
+        multiply<float>(rows, stride, w, {s.narrow + i * stride, stride, 1}, s.kept, stride, block, stride);
+        put(block, stride, s.sketch, i, rows);
+    });
+}
+
+// All that is linear in the columns, and second moments, in new coordinates.
+void turn_moments(const Matrix& m) {
+    const int64_t k = padded(m.k), q = padded(m.q), stride = m.unit_stride();
+    const Side &units = m.of_units, &inputs = m.of_inputs;
+    multiply<float>(m.k, q, m.k, {units.T, 1, k}, m.K, q, m.mixed, q);
+    multiply<float>(m.k, q, m.q, {m.mixed, q, 1}, inputs.T, q, m.K, q);
+    copy(m.k, m.q, m.K, q, 1, m.K_m(), m.q, m.q);
+    over_blocks(0, m.units, [&](int64_t i, int64_t rows) {
+        multiply<float>(rows, q, m.q, {m.GV + i * q, q, 1}, inputs.T, q, m.block, q);
+        copy(rows, q, m.block, q, 1, m.GV + i * q, q, q);
+        copy(rows, m.q, m.block, q, 1, m.MV() + i * stride, stride, m.q);
+    });
+    over_panels(m, [&](int64_t p, int64_t c, int64_t n, int64_t wide) {
+        float *UG = m.UG + p * m.k * PANEL, *lower = m.right + (p * (m.q + m.k) + m.q) * PANEL;
+        multiply<float>(m.k, wide, m.k, {units.T, 1, k}, UG, PANEL, lower, PANEL);
+        copy(m.k, wide, lower, PANEL, 1, UG, PANEL, wide);
+        copy(m.k, n, lower, PANEL, 1, m.UM() + c, m.inputs, n);
+    });
+    copy(m.k, m.q, m.v_K(), m.q, 1, m.mixed, q, q);
+    multiply<float>(m.k, q, m.k, {units.turn, 1, k}, m.mixed, q, m.spare, q);
+    multiply<float>(m.k, m.q, m.q, {m.spare, q, 1}, inputs.turn, q, m.v_K(), m.q);
+    multiply<float>(1, m.q, m.q, {m.v_R(), m.q, 1}, inputs.turn, q, m.inverse_R, q);
+    multiply<float>(1, m.k, m.k, {m.v_L(), m.k, 1}, units.turn, k, m.inverse_L, k);
+    copy(1, m.q, m.inverse_R, q, 1, m.v_R(), q, m.q);
+    copy(1, m.k, m.inverse_L, k, 1, m.v_L(), k, m.k);
+}
+
+// U and V turn, unless columns are nearly parallel. Second moments are raised until |m̂| ≤ b √v̂ holds for M in its new
+// coordinates, and c is chosen anew (decomposition.py, `bound_` and `set_factor_`).
+void turn(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
+    const int64_t k = padded(m.k), q = padded(m.q), stride = m.unit_stride();
+    if (m.total[2] != 0) {
+        grand(m, m.of_units.narrow, k);
+        turn_side(m.of_units, m.block), turn_side(m.of_inputs, m.block);
+        turn_moments(m);
+    } else {
+        copy(m.units, m.q, m.MV(), stride, 1, m.GV, q, q);
+        over_panels(m, [&](int64_t p, int64_t c, int64_t n, int64_t) {
+            copy(m.k, n, m.UM() + c, m.inputs, 1, m.UG + p * m.k * PANEL, PANEL, PANEL);
+        });
+        copy(m.k, m.q, m.K_m(), m.q, 1, m.K, q, q);
+    }
+    pack_right(m);
+    sum_squares(m);
+    const double O = double(m.units), I = double(m.inputs), wm = m.scalar(WM), wE = m.scalar(WE);
+    const auto by_bound = [&](double w, double bound) { return w / (bound * bound * m.scalar(W1) * m.scalar(W1)); };
+    const double means = by_bound(wm, m.bound_means), rest = by_bound(wE, m.bound_rest);
+    const auto raise = [](float& v, double least_v) { v = most(v, float(least_v)); };
+    double gain = 0;
+    for (int64_t a = 0; a < m.k; ++a) {
+        const double square = m.LL[a * k + a];
+        raise(m.v_L()[a], square / I * means), gain += square / root(m.v_L()[a], wm, rule.eps);
+        for (int64_t j = 0; j < m.q; ++j) {
+            const double of_K = double(m.K[a * q + j]) * m.K[a * q + j];
+            float& v = m.v_K()[a * m.q + j];
+            raise(v, of_K * means), gain += of_K / root(v, wm, rule.eps);
+        }
+    }
+    for (int64_t j = 0; j < m.q; ++j) {
+        raise(m.v_R()[j], m.squares_R[j] / O * means), gain += m.squares_R[j] / root(m.v_R()[j], wm, rule.eps);
+    }
+    for (int64_t i = 0; i < m.units; ++i) raise(m.v_E()[i * stride], m.squares_E[i] / I * rest);
+    const double left = most(m.total[1] - LEAST * m.total[0], 0.0), sigma = std::sqrt(m.scalar(VARIANCE) / wE);
+    if (left > 0) gain += left / std::sqrt(m.scalar(REST_VARIANCE) / wE);  // what may be rounding counts as no gain
+    const double factor = m.total[0] / sigma / gain;
+    m.scalar(FACTOR) = float(factor == factor ? least(most(factor, LOWEST), HIGHEST) : LOWEST);
+}
+
 }  // namespace
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 
-extern const AnovaKernels blockmean::JOIN(anova_, VARIANT) = {pack,   project, gather, precondition, update,
-                                                             nullptr, nullptr, nullptr};
+extern const AnovaKernels blockmean::JOIN(anova_, VARIANT) = {
+    pack, project, gather, precondition, update, orthonormalize, project_average, turn};

@@ -32,14 +32,14 @@ enum Scalar { VARIANCE, REST_VARIANCE, FACTOR, W1, WM, WE };  // the end of gran
 struct Side {
     float *basis, *sketch;  // U and X, or V and Y: entry (i, j) at i · row + j · column
     int64_t length, w, row, column;
-    double *gram;    // (2w, padded 2w), of [sketch, basis]
-    double *scale;   // (w), of the columns of the sketch
-    double *first;   // (w, padded w), T of the first Cholesky factor, and of both in the end
-    double *second;  // (w, padded w), T of the second one
-    double *block;   // (BLOCK, padded 2w)
-    double *Z;       // (length, padded w), columns that are nearly orthonormal
-    float *narrow;   // (length, padded w), the same
-    float *turn;     // (w, padded w), what second moments turn by, and other small matrices
+    double *gram;            // (2w, padded 2w), of [sketch, basis]
+    double *scale;           // (w), of the columns of the sketch: 1 over their lengths, or 0
+    double *first, *second;  // (w, padded w), T of both Cholesky factors
+    double *both;            // (w, padded w), their product
+    double *block;           // (BLOCK, padded 2w)
+    double *Z;               // (length, padded w), columns that are nearly orthonormal
+    float *narrow;           // (length, padded w), the same, then the new basis
+    float *T, *turn, *kept;  // (w, padded w), `second`, and what second moments and sketches turn by
 };
 
 // One of them, and where its numbers are: first those that `read` leaves for `write`, then those of one phase.
@@ -55,14 +55,14 @@ struct Matrix {
     float *GV;      // (O, padded q)
     float *UG;      // (panels, k, PANEL)
     float *rows;    // (O)
-    double *total;  // squared length of G or M, and of the rest of it
+    double *total;  // squared length of G or M, that of the rest of it, and whether a refresh may turn
 
     float *packed;  // (I, padded q), V
     float *parts;   // (chunks, panels, k, PANEL), UG of each chunk; UG itself if there is only one
     float *left;    // (O, q + k)
     float *right;   // (panels, q + k, PANEL)
     float *scale;   // (O), of M in a step
-    float *K, *mixed;  // (k, padded q)
+    float *K, *mixed, *spare;  // (k, padded q)
     float *KT;      // (q, padded k)
     float *LL;      // (k, padded k)
     double *squares_R;  // (q)

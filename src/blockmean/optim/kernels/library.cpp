@@ -185,7 +185,7 @@ struct AnovaCall {
             m.refresh = all.refresh + i, m.bound_means = all.bound_means[i], m.bound_rest = all.bound_rest[i];
             Ruler ruler{scratch, kept};
             ruler.take(m.GV, m.units * padded(m.q)), ruler.take(m.UG, m.panels() * m.k * PANEL);
-            ruler.take(m.rows, m.units), ruler.take(m.total, 2);
+            ruler.take(m.rows, m.units), ruler.take(m.total, 3);
             kept = ruler.used;
             slot = std::max(slot, place(m, nullptr));
             const int64_t work = m.units * m.inputs;
@@ -204,18 +204,21 @@ struct AnovaCall {
         ruler.take(m.packed, m.inputs * q), ruler.take(m.parts, m.chunks() > 1 ? m.chunks() * wide * m.k : 0);
         if (m.chunks() == 1) m.parts = m.UG;
         ruler.take(m.left, m.units * rank), ruler.take(m.right, wide * rank), ruler.take(m.scale, m.units);
-        ruler.take(m.K, m.k * q), ruler.take(m.mixed, m.k * q), ruler.take(m.KT, m.q * k), ruler.take(m.LL, m.k * k);
+        for (float** one : {&m.K, &m.mixed, &m.spare}) ruler.take(*one, m.k * q);
+        ruler.take(m.KT, m.q * k), ruler.take(m.LL, m.k * k);
         ruler.take(m.squares_R, m.q), ruler.take(m.inverse_R, m.q), ruler.take(m.inverse_L, m.k);
         ruler.take(m.squares_E, m.units), ruler.take(m.block, BLOCK * std::max(k, q));
         m.of_units = {m.U(), m.X(), m.units, m.k, m.unit_stride(), 1};
         m.of_inputs = {m.VT(), m.YT(), m.inputs, m.q, 1, m.inputs};
         for (Side* side : {&m.of_units, &m.of_inputs}) {
             if (!*m.refresh) break;
-            const int64_t both = padded(2 * side->w), w = padded(side->w);
+            const int64_t w = padded(side->w), both = padded(2 * side->w);
             ruler.take(side->gram, 2 * side->w * both), ruler.take(side->scale, side->w);
-            ruler.take(side->first, side->w * w), ruler.take(side->second, side->w * w);
+            for (double** one : {&side->first, &side->second, &side->both}) ruler.take(*one, side->w * w);
+            for (float** one : {&side->T, &side->turn, &side->kept}) ruler.take(*one, side->w * w);
             ruler.take(side->block, BLOCK * both), ruler.take(side->Z, side->length * w);
-            ruler.take(side->narrow, side->length * w), ruler.take(side->turn, side->w * w);
+            if (side == &m.of_units) ruler.take(side->narrow, side->length * w);
+            else side->narrow = m.packed;
         }
         return ruler.used;
     }
