@@ -31,6 +31,7 @@ With k = 1, U = 1/√O and V = 1/√I this is the textbook analysis, and the mea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +61,7 @@ from blockmean.optim.batches import (
     mean_state,
     means_in,
     means_of,
+    numbers_of,
     over_processes,
     rate_of,
     reducer,
@@ -68,6 +70,7 @@ from blockmean.optim.batches import (
 )
 from blockmean.optim.decomposition import (
     bound_,
+    bounds_of,
     count_,
     mean_squares,
     precondition,
@@ -82,6 +85,7 @@ from blockmean.optim.decomposition import (
     waking,
 )
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
+from blockmean.optim.kernels.anova import NativeMatrices, serves
 from blockmean.optim.sharding import local
 
 
@@ -244,6 +248,8 @@ class Anova(BaseOptimizer):
         self._check_decays(group)  # set by hand, perhaps, or by a schedule
         plain: list[int] = []
         matrices: list[int] = []
+        native: list[int] = []
+        wanted = group["fused"] or (group["fused"] is None and group["foreach"] is None and not group["capturable"])
         for i, state in step.states.items():
             if state["exp_avg"].shape != params[i].shape:
                 raise ValueError(
@@ -251,11 +257,16 @@ class Anova(BaseOptimizer):
                     f"{shown_names(group)[i]}. Construct the optimizer anew."
                 )
             asked = means_of(params[i].shape, group["means"])
-            (matrices if any(asked) else plain).append(i)
             if "unit_means" not in state and any(asked):
-                step.states[i] = self._with_means(params[i], group, state)
+                state = step.states[i] = self._with_means(params[i], group, state)
             elif "unit_means" in state and not fits(state, *asked):
                 raise ValueError(other_means(group, i, state, asked, type(self).__name__))
+            if not any(asked):
+                plain.append(i)
+            elif wanted and state["step"] > state["means_start_step"] and serves(params[i], step.grads[i], state):
+                native.append(i)
+            else:
+                matrices.append(i)
         if group["capturable"] and step.is_sharded:
             raise ValueError(f"{type(self).__name__}(capturable=True) does not take sharded parameters.")
         batches = batches_of(step, matrices)
@@ -263,11 +274,31 @@ class Anova(BaseOptimizer):
             means = batch.matrices.means
             batch.products = project(batch.matrices.gradients, means.U, means.V)
         step.evidence = [batch.products.total for batch in batches]
+        kernels = self._native(step, native) if native else None
+        if kernels and not kernels.read():
+            step.evidence.append(torch.tensor(math.nan))
         if grads := [step.grads[i] for i in plain]:
             lengths = torch._foreach_norm(grads, dtype=arithmetic(grads[0].dtype))
             step.evidence.append(torch.stack([x.to(lengths[0].dtype) for x in lengths]).square())
         step.sums = sharded_sums(step, batches) if step.is_sharded else []
-        step.work = plain, batches
+        step.work = plain, batches, native, kernels
+
+    def _native(self, step: GroupStep, indices: list[int]) -> NativeMatrices:
+        """Matrices that C++ takes through all of a step."""
+        group, states = step.group, [step.states[i] for i in indices]
+        numbers = [numbers_of(group, state) for state in states]
+        bounds = [bounds_of(one) if one.refreshes else (math.inf, math.inf) for one in numbers]
+        beta1, beta2 = group["betas"]
+        rule = {"beta1": beta1, "beta2": beta2, "lr": float(group["lr"]), "sign": -1.0 if group["maximize"] else 1.0}
+        return NativeMatrices(
+            [step.params[i] for i in indices],
+            [step.grads[i] for i in indices],
+            states,
+            {**rule, **{name: group[name] for name in ("mean_beta", "weight_decay", "eps")}},
+            [one.refreshes for one in numbers],
+            bounds,
+            self.__dict__.setdefault("_scratch", {}).setdefault(step.number, torch.empty(0)),  # not part of a copy
+        )
 
     def write(self, steps: list[GroupStep]) -> None:
         """The arithmetic between the passes, and pass 2, for all groups at once: one collective serves all of them."""
@@ -277,6 +308,7 @@ class Anova(BaseOptimizer):
                 for batch in step.work[1]:
                     batch.mask(step.ok)
         batches = [batch for step in steps for batch in step.work[1]]
+        late = [batch for step in steps for batch in self._write_native(step)]
         for batch in batches:
             count_(batch.matrices.means, batch.matrices.numbers)
         starting = [batch for batch in batches if batch.matrices.numbers.is_first]
@@ -292,10 +324,25 @@ class Anova(BaseOptimizer):
             if matrices.numbers.is_first:
                 set_factor_(matrices, products.total, *mean_squares(matrices.means.U, products, sums, matrices.sizes))
             update_(batch.params, matrices, precondition(matrices, products.total))
+        due += late
+        awake += [waking(batch.matrices, batch.products) for batch in late]
         if due:
             refresh_([batch.matrices for batch in due], awake, reducer(due))
-        for batch in batches:
+        for batch in [*batches, *late]:
             batch.store()
+
+    def _write_native(self, step: GroupStep) -> list[Batch]:
+        """Steps in C++. Returns those that torch has to refresh, because columns of U or V are zero."""
+        *_, native, kernels = step.work
+        if kernels is None:
+            return []
+        left = [native[i] for i in kernels.write()]
+        if counters := [step.states[i]["step"] for i in native if i not in left]:
+            torch._foreach_add_(counters, 1)
+        batches = batches_of(step, left)
+        for batch in batches:
+            batch.products = project(batch.matrices.gradients, batch.matrices.means.U, batch.matrices.means.V)
+        return batches
 
     def _apply_adamw(self, step: GroupStep) -> None:
         """torch's AdamW for all tensors without means. It counts their steps, too."""
