@@ -183,6 +183,8 @@ class Anova(BaseOptimizer):
     def _check_decays(self, group: dict[str, Any]) -> None:
         """Raise unless the options that a step divides by, or takes roots with, are in range. Called in every step."""
         betas, mean_beta, every, means = (group[name] for name in ("betas", "mean_beta", "refresh_every", "means"))
+        if isinstance(means, list):
+            group["means"] = tuple(means)
         counts = means if isinstance(means, tuple | list) else (means, means)
         whole = all(type(k) is int and k >= 0 for k in counts) and len(counts) == 2
         owner = type(self).__name__
@@ -278,8 +280,7 @@ class Anova(BaseOptimizer):
         if kernels and not kernels.read():
             step.evidence.append(torch.tensor(math.nan))
         if grads := [step.grads[i] for i in plain]:
-            lengths = torch._foreach_norm(grads, dtype=arithmetic(grads[0].dtype))
-            step.evidence.append(torch.stack([x.to(lengths[0].dtype) for x in lengths]).square())
+            step.evidence.append(torch.stack(torch._foreach_norm(grads, dtype=arithmetic(grads[0].dtype))).square())
         step.sums = sharded_sums(step, batches) if step.is_sharded else []
         step.work = plain, batches, native, kernels
 
@@ -347,45 +348,50 @@ class Anova(BaseOptimizer):
     def _apply_adamw(self, step: GroupStep) -> None:
         """torch's AdamW for all tensors without means. It counts their steps, too."""
         group, plain = step.group, step.work[0]
-        rows = []
-        asked = bool(group["fused"] or (group["fused"] is None and group["foreach"] is None) or group["capturable"])
-        for i in plain:
-            param, state = local(step.params[i]), step.states[i]
-            if asked:  # torch's fused form counts where it computes
-                state["step"] = state["step"].to(param.device)
-            exact = param if param.dtype == arithmetic(param.dtype) else param.to(torch.float32)
-            moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
-            rows.append((exact, step.grads[i].to(exact.dtype), *moments, state["step"], param))
+        if not plain:
+            return
+        states = [step.states[i] for i in plain]
+        params = [local(step.params[i]) for i in plain] if step.is_sharded else [step.params[i] for i in plain]
+        dtype, device = arithmetic(params[0].dtype), params[0].device
+        asked = group["fused"] or (group["fused"] is None and group["foreach"] is None) or group["capturable"]
+        if asked and device.type != "cpu":  # torch's fused form counts where it computes
+            for state in states:
+                state["step"] = state["step"].to(device)
+        lists = [
+            params,
+            [step.grads[i] for i in plain],
+            *([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq")),
+        ]
+        if step.is_sharded:
+            lists = [[local(x) for x in values] for values in lists]
+        exact = all(x.dtype == dtype for x in params)
+        if not exact:
+            lists[:2] = ([x.to(arithmetic(x.dtype)) for x in values] for values in lists[:2])
         # torch's fused form takes memory as it lies, so only what lies alike may go there.
-        dense = [all(x.is_contiguous() for x in row[:4]) for row in rows]
-        for fused in (True, False):
-            own = [row for row, lies_alike in zip(rows, dense, strict=True) if (lies_alike and asked) == fused]
-            if not own:
-                continue
-            if step.ok is not None and not fused:
-                raise ValueError(f"{type(self).__name__}(capturable=True) needs contiguous parameters and gradients.")
-            thetas, grads, first, second, steps, params = map(list, zip(*own, strict=True))
-            adamw(
-                thetas,
-                grads,
-                first,
-                second,
-                [],
-                steps,
-                foreach=None if fused else group["foreach"],
-                fused=fused,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=rate_of(group),
-                weight_decay=group["weight_decay"],
-                found_inf=None if step.ok is None else 1 - step.ok,
-                eps=max(group["eps"], max(torch.finfo(x.dtype).tiny for x in thetas) ** 0.5),  # 0 / 0 is 0
-                maximize=group["maximize"],
-            )
-            for param, x in zip(params, thetas, strict=True):
-                if param is not x:
-                    param.copy_(x)
+        fused = bool(asked) and all(all(map(Tensor.is_contiguous, values)) for values in lists)
+        if step.ok is not None and not fused:
+            raise ValueError(f"{type(self).__name__}(capturable=True) needs contiguous parameters and gradients.")
+        thetas, grads, first, second = lists
+        adamw(
+            thetas,
+            grads,
+            first,
+            second,
+            [],
+            [state["step"] for state in states],
+            foreach=None if fused else bool(group["foreach"] or (group["foreach"] is None and device.type != "cpu")),
+            fused=fused,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=rate_of(group),
+            weight_decay=group["weight_decay"],
+            found_inf=None if step.ok is None else 1 - step.ok,
+            eps=max(group["eps"], torch.finfo(torch.float32).tiny ** 0.5),  # 0 / 0 is 0
+            maximize=group["maximize"],
+        )
+        if not exact:
+            torch._foreach_copy_(params, thetas)
 
     def _start(self, batches: list[Batch]) -> None:
         """Let means start in this step, unless a gradient is zero: nothing can be learned from it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -46,7 +47,8 @@ MEANS = ("unit_means", "input_means", "grand_means")
 """The state of means, as `split_state` takes it; `input_means` has the dims of its parameter behind the first."""
 
 
-def means_of(shape: Sequence[int], means: int | Sequence[int] | str) -> tuple[int, int]:
+@functools.cache
+def means_of(shape: tuple[int, ...], means: int | tuple[int, int] | str) -> tuple[int, int]:
     """The number of means over the units and over the inputs of a tensor; (0, 0) if it is too narrow for any."""
     if len(shape) < 2:
         return 0, 0
