@@ -19,7 +19,7 @@ from blockmean._checks import require_choice, require_number
 from blockmean.blocks import By
 from blockmean.optim.base import arithmetic
 from blockmean.optim.correction import CorrectedOptimizer
-from blockmean.optim.forms import FORMS, Rule
+from blockmean.optim.passes import FORMS, Rule
 
 VARIANTS = ("paper", "consistent", "weighted")
 

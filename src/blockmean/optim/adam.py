@@ -19,7 +19,7 @@ from blockmean._checks import require_adamw, require_betas, require_number
 from blockmean.blocks import By
 from blockmean.optim.base import arithmetic
 from blockmean.optim.correction import CorrectedOptimizer
-from blockmean.optim.forms import FORMS, Rule
+from blockmean.optim.passes import FORMS, Rule
 
 
 class AdamBMA(CorrectedOptimizer):
@@ -121,13 +121,14 @@ class AdamBMA(CorrectedOptimizer):
         return {"step": torch.tensor(0.0, dtype=torch.float32), "exp_avg": zeros(), "exp_avg_sq": zeros()}
 
     def rule(self, group: dict[str, Any]) -> Rule:
+        cap = group["correction_cap"]
         return Rule(
-            FORMS["balanced" if group["correction"] else "none"],
+            FORMS["none" if not group["correction"] else "balanced" if cap is None else "capped"],
             group["betas"],
             group["eps"],
             group["weight_decay"],
             group["maximize"],
             float(group["lr"]),
             floor=group["eigenvalue_floor"],
-            cap=group["correction_cap"],
+            cap=cap or 0.0,
         )

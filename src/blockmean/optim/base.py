@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from blockmean._checks import require, require_choice, require_number
 from blockmean.optim import sharding
-from blockmean.optim.sharding import Exchange, Sum, local_gradient
+from blockmean.optim.sharding import PLAIN, Exchange, Sum, local_gradient
 
 State = dict[str, Any]
 
@@ -258,8 +258,9 @@ def collect(optimizer: BaseOptimizer, number: int) -> GroupStep | None:
     """The gradients and states of a group; None if it has no gradient, and no other process can have one."""
     group = optimizer.param_groups[number]
     params = distinct(group)
-    grads = {i: grad for i, param in enumerate(params) if (grad := local_gradient(param)) is not None}
-    is_sharded = any(map(sharding.is_distributed, params))
+    is_sharded = not PLAIN.issuperset(map(type, params)) and any(map(sharding.is_distributed, params))
+    found = [local_gradient(param) if is_sharded else param.grad for param in params]
+    grads = {i: grad for i, grad in enumerate(found) if grad is not None}
     if not grads and not is_sharded:
         return None
     owner = type(optimizer).__name__
@@ -284,7 +285,7 @@ def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> 
     state: State = optimizer.state.get(param, {})
     if "step" not in state:
         return {**state, **optimizer.init_state(param, group)}
-    kept = state.get("exp_avg", state.get("sum", state.get("momentum_buffer")))  # the largest tensor of any of ours
+    kept = next((state[name] for name in ("exp_avg", "sum", "momentum_buffer") if name in state), None)  # the largest
     if kept is None or kept.dtype == arithmetic(param.dtype):
         return state
     return {
@@ -295,7 +296,7 @@ def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
     """The dtype of state and arithmetic: that of the parameter, but at least float32."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def all_finite(steps: Sequence[GroupStep]) -> bool:

@@ -36,7 +36,7 @@ from torch.optim.optimizer import ParamsT
 from blockmean._checks import require, require_number
 from blockmean._linalg import NEGLIGIBLE, LinAlgError, damped_solve, in_float64
 from blockmean.blocks import By
-from blockmean.optim.base import GroupStep, arithmetic
+from blockmean.optim.base import arithmetic
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep, refuse_fused
 from blockmean.optim.correction import accumulate_, average_, normalised
 from blockmean.optim.layout import Component
@@ -163,12 +163,12 @@ class NaturalGradientBMA(BlockMeanOptimizer):
 
         Summed over shards, rows two and three give the sum of squares without losing digits of the variance.
         """
-        group, columns = work.group, [torch.zeros(4, 0, dtype=torch.float64, device=work.device)]
+        group, columns = work.group, [torch.zeros(4, 0, dtype=torch.float64, device=work.layout.device)]
         buffers = work.moments("momentum_buffer")
         for param, grad, buffer, member in zip(work.params, work.grads, buffers, work.members, strict=True):
             cut = member.cut
             if grad is None:
-                columns.append(torch.zeros(4, cut.count, dtype=torch.float64, device=work.device))
+                columns.append(torch.zeros(4, cut.count, dtype=torch.float64, device=work.layout.device))
                 continue
             g = _signed(param, grad, group)
             u = in_float64(cut.sum(g))
@@ -242,10 +242,9 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             self._predicted += float(group["lr"]) * slope / 2
         return u / sizes, inverse, solved * sizes.rsqrt()
 
-    def matrices(self, step: GroupStep) -> Iterator[tuple[Component, Tensor]]:
-        step.work.sums = torch.zeros(1, 0, dtype=torch.float64, device=step.work.device)
-        for component, part in self.statistics(step.work, STATISTICS, keep=False):
-            yield component, _matrix(step.work.layout.sizes[component.blocks].to(part["U"]), part)
+    def matrices(self, work: BlockStep) -> Iterator[tuple[Component, Tensor]]:
+        for component, part in self.statistics(work, STATISTICS, keep=False):
+            yield component, _matrix(work.layout.sizes[component.blocks].to(part["U"]), part)
 
     def _damped_solve(self, A: Tensor, damping: float, b: Tensor) -> Tensor:
         try:
