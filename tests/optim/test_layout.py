@@ -291,3 +291,17 @@ def test_flattened_parameters_are_refused_by_name(cls):
     param._fsdp_flattened = True
     with pytest.raises(ValueError, match=f"^{cls.__name__} cannot see .* FullyShardedDataParallel .* Use fully_shard"):
         cls([param])
+
+
+def test_a_model_that_moves_between_steps_takes_the_sums_along():
+    """`Module.to` keeps its parameters and replaces their memory: the layout is made anew for the device."""
+    model = Net()
+    optimizer = AdamBMA(model.named_parameters())
+    train(model, optimizer, 2)
+    known = optimizer._layouts[0]
+    known.placed = torch.device("meta")  # as if they had been elsewhere
+    train(model, optimizer, range(2, 4))
+    twin = Net()
+    train(twin, AdamBMA(twin.named_parameters()), 4)
+    assert optimizer._layouts[0] is not known and optimizer._layouts[0].device == torch.device("cpu")
+    assert_same(params_of(model), params_of(twin))

@@ -281,7 +281,7 @@ def test_blocks_are_solved_one_by_one_only_where_they_stand_alone(taken):
             if t == 2 and change:
                 change(params)
             optimizer.step()
-        return any(getattr(own, "by_block", False) for own in taken[-2:])
+        return any(own.by_block for own in taken[-2:])
 
     assert by_block() and by_block(refresh_every=3)
     assert by_block(change=lambda params: setattr(params[0], "grad", None))  # the others stand alone as before
@@ -610,8 +610,8 @@ def test_the_passes_themselves_take_lists_as_the_others_do():
         params, grads, first, second = ([x.data for x in xs] for xs in lists[4 * k : 4 * k + 4])
         cuts = [TensorBlocks("p", tuple(p.shape), "", (0,)) for p in params]
         sums.append(torch.zeros(4, 8, dtype=torch.float64))
-        run = (rule, 3, params, grads, first, [r.square_() for r in second], cuts, sums[-1])
-        one = implementation(*run, *([[cut.geometry for cut in cuts], False] if k == 0 else []))
+        second, shapes = [r.square_() for r in second], [cut.geometry for cut in cuts]
+        one = implementation(rule, 3, params, grads, first, second, cuts, sums[-1], shapes)
         one.block_sums()
         one.apply_(sums[-1][0].contiguous(), None)
     for other in (1, 2):

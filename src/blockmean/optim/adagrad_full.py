@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require_number
 from blockmean._linalg import LinAlgError, eigh
-from blockmean.optim.base import arithmetic, distinct
+from blockmean.optim.base import NOT_OPTIONS, arithmetic, distinct
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep, refuse_fused
 from blockmean.optim.layout import Component
 from blockmean.optim.passes import move_
@@ -59,18 +59,8 @@ class AdaGradFull(BlockMeanOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "eigenvalue_floor": eigenvalue_floor,
-            "max_bytes": max_bytes,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "nonfinite": nonfinite,
-            "foreach": foreach,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        options = {name: value for name, value in locals().items() if name not in NOT_OPTIONS}
+        super().__init__(params, options)
 
     def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
         super().check_options(group, ranges=ranges)

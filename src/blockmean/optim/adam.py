@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require_adamw, require_betas, require_number
 from blockmean.blocks import By
-from blockmean.optim.base import arithmetic
+from blockmean.optim.base import NOT_OPTIONS, arithmetic
 from blockmean.optim.correction import CorrectedOptimizer
 from blockmean.optim.passes import FORMS, Rule
 
@@ -84,26 +84,8 @@ class AdamBMA(CorrectedOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "amsgrad": amsgrad,
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "partition": partition,
-            "coupling": coupling,
-            "eigenvalue_floor": eigenvalue_floor,
-            "correction_cap": correction_cap,
-            "refresh_every": refresh_every,
-            "maximize": maximize,
-            "correction": correction,
-            "nonfinite": nonfinite,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "foreach": foreach,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        options = {name: value for name, value in locals().items() if name not in NOT_OPTIONS}
+        super().__init__(params, options)
 
     def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
         super().check_options(group, ranges=ranges)

@@ -27,6 +27,9 @@ from blockmean.optim.sharding import PLAIN, Exchange, Sum, local_gradient
 
 State = dict[str, Any]
 
+NOT_OPTIONS = ("self", "params", "__class__")
+"""Among the variables of a constructor; all others are options, under the names of its arguments."""
+
 AS_CONSTRUCTED = ("foreach", "fused", "capturable", "differentiable", "partition")
 """Options that no checkpoint changes: how a step is computed, and what its partition is called here."""
 
@@ -285,7 +288,9 @@ def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> 
     state: State = optimizer.state.get(param, {})
     if "step" not in state:
         return {**state, **optimizer.init_state(param, group)}
-    kept = next((state[name] for name in ("exp_avg", "sum", "momentum_buffer") if name in state), None)  # the largest
+    kept = state.get("exp_avg")  # or the largest tensor that another one of ours has
+    if kept is None:
+        kept = state.get("sum", state.get("momentum_buffer"))
     if kept is None or kept.dtype == arithmetic(param.dtype):
         return state
     return {

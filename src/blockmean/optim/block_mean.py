@@ -13,6 +13,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -174,8 +175,9 @@ class BlockMeanOptimizer(BaseOptimizer):
             steps=[int(state["step"].item()) + (g is not None) for state, g in zip(own, grads, strict=True)],
         )
         if not complete or layout.is_shared or layout.is_sharded:
-            blocks = [torch.arange(member.blocks.start, member.blocks.stop) for member in members]
-            work.index = torch.cat([torch.arange(0), *blocks]).to(layout.device, non_blocking=True)
+            every = [range(member.blocks.start, member.blocks.stop) for member in members]
+            index = torch.tensor(list(chain.from_iterable(every)), dtype=torch.int64, device="cpu")
+            work.index = index.to(layout.device, non_blocking=True)
         if not complete:
             present = torch.zeros(layout.num_blocks, dtype=torch.bool, device="cpu")
             for i in states:
@@ -290,7 +292,8 @@ class BlockMeanOptimizer(BaseOptimizer):
                         f"The {name!r} of a parameter group of {owner} was {made!r} when it was added, and cannot "
                         f"change. {ANEW}"
                     )
-            if len(step.params) == len(layout.params) and all(map(is_, step.params, layout.params)):
+            same = len(step.params) == len(layout.params) and all(map(is_, step.params, layout.params))
+            if same and step.params[0].device == layout.placed:
                 return layout
         shapes, added = [tuple(param.shape) for param in step.params], [tensor.shape for tensor in layout.tensors]
         if len(shapes) != len(added):
@@ -334,8 +337,6 @@ class BlockMeanOptimizer(BaseOptimizer):
     def check_state(self, number: int, group: dict[str, Any], states: Mapping[int, State]) -> None:
         owner, current = type(self).__name__, self.param_groups[number]
         if group["blocks"] != current["blocks"]:
-            if "checksum" in str(group["blocks"]):
-                raise ValueError(_FROM_BEFORE.format(owner))
             if "partition" in current:
                 kind, way_out = "another partition of", f"Construct {owner} with that partition"
             else:
@@ -344,8 +345,6 @@ class BlockMeanOptimizer(BaseOptimizer):
                 f"The checkpoint was made with {kind} parameter group {number}: it has {group['blocks']}, "
                 f"this optimizer {current['blocks']}. {way_out}, or start with fresh state."
             )
-        if any("U" in state and "blocks" not in state for state in states.values()):
-            raise ValueError(_FROM_BEFORE.format(owner))
         remedy = f"Construct {owner} with the model it was saved from, or delete 'U' from the saved states."
         layout = self._make_layout(number, self._layouts[number].tensors, group)
         check_places(layout, states, shown_names(current), remedy)
@@ -355,9 +354,3 @@ def refuse_fused(group: dict[str, Any], owner: str) -> None:
     """Raise if an optimizer without kernels is asked for them."""
     if group["fused"]:
         raise RuntimeError(f"{owner} has no native kernels, so it does not take fused=True. Take fused=None.")
-
-
-_FROM_BEFORE = (
-    "The checkpoint was made before {0} kept its statistics between blocks in one place. Delete 'U', 'root', 'weight' "
-    "and 'variance' from its states and 'blocks' from its param_groups: the rest loads, and the statistics start over."
-)

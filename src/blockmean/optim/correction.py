@@ -154,18 +154,29 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         )
         counts = [cut.count for cut in cuts]
         columns = torch.zeros(rule.form.rows, sum(counts), dtype=torch.float64, device=layout.device)
-        dtypes, without = [param.dtype for param in work.params], [grad is None for grad in work.grads]
-        is_foreach = [shape is None for shape in shapes]
-        keys = list(zip(dtypes, work.steps, without, corrected, is_foreach, strict=True))
-        sizes = [cut.entries if slow else 0 for cut, slow in zip(cuts, is_foreach, strict=True)]
+        keys = [
+            (param.dtype, step, grad is None, is_corrected, shape is None)
+            for param, step, grad, is_corrected, shape in zip(
+                work.params, work.steps, work.grads, corrected, shapes, strict=True
+            )
+        ]
+        sizes = [cut.entries if shape is None else 0 for cut, shape in zip(cuts, shapes, strict=True)]
         start, work.is_finite = 0, True
         for own in alike(keys, sizes, MOST_ENTRIES.get(layout.params[0].device.type, 2**22)):
             i, stop = own.start, start + sum(counts[own])
-            lists = (work.params[own], work.grads[own], first[0][own] if first else [], second[own], cuts[own])
-            fields: Any = (rule if corrected[i] else plain, work.steps[i], *lists, columns[:, start:stop])
-            if not is_foreach[i]:
-                fields = (*fields, shapes[own], by_block and corrected[i])
-            run = Foreach(*fields) if is_foreach[i] else Native(*fields)
+            kind = Foreach if shapes[i] is None else Native
+            run = kind(
+                rule if corrected[i] else plain,
+                work.steps[i],
+                work.params[own],
+                work.grads[own],
+                first[0][own] if first else [],
+                second[own],
+                cuts[own],
+                columns[:, start:stop],
+                shapes[own],
+                by_block and corrected[i],
+            )
             work.is_finite &= run.block_sums()
             work.runs.append(run)
             start = stop
@@ -199,13 +210,13 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         rule = self.rule(work.group)
         self._last.pop(work.number, None)
         c = kappa = None
-        alone = any(isinstance(run, Native) and run.by_block for run in work.runs)
+        alone = any(run.by_block for run in work.runs)
         if rule.form.rows > 1 and not alone and not work.states.keys().isdisjoint(work.layout.component_of):
             c, kappa = (None if x is None else work.to_columns(x) for x in self._solve(work, rule))
         i = j = 0
         for run in work.runs:
             tensors, columns = slice(i, i := i + len(run.params)), slice(j, j := j + run.sums.shape[1])
-            if isinstance(run, Native) and run.by_block:
+            if run.by_block:
                 for member, state in zip(work.members[tensors], work.own[tensors], strict=True):
                     if not state.keys() >= BEGUN:
                         begin_alone(work.layout, member.tensor, state, rule.initial)

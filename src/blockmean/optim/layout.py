@@ -69,6 +69,8 @@ class Layout:
         self.tensors, self.partition, self.coupling = list(tensors), partition, coupling
         self.group = group  # its number in the optimizer
         self.params = list(params)  # that it was last used for
+        self.placed = params[0].device if params else torch.device("cpu")
+        self.device = float64_device(self.placed)  # of sums and statistics
         self.is_diagonal = coupling == "none"
         self.cuts = [
             TensorBlocks(tensor.name, tensor.shape, tensor.module) if leave_plain and tensor.is_plain else tensor
@@ -129,11 +131,6 @@ class Layout:
             if cut.count:
                 found.append(LocalBlocks(i, cut, slice(start, start + cut.count), i in self.component_of))
         return found
-
-    @cached_property
-    def device(self) -> torch.device:
-        """Where sums and statistics in float64 are."""
-        return float64_device(self.params[0].device)
 
     def place(self, i: int) -> Tensor:
         """How a tensor is cut, the number of its matrix in the optimizer, and its first row there."""

@@ -36,7 +36,7 @@ from torch.optim.optimizer import ParamsT
 from blockmean._checks import require, require_number
 from blockmean._linalg import NEGLIGIBLE, LinAlgError, damped_solve, in_float64
 from blockmean.blocks import By
-from blockmean.optim.base import arithmetic
+from blockmean.optim.base import NOT_OPTIONS, arithmetic
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep, refuse_fused
 from blockmean.optim.correction import accumulate_, average_, normalised
 from blockmean.optim.layout import Component
@@ -102,22 +102,9 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "damping": damping,
-            "beta": beta,
-            "momentum": momentum,
-            "partition": partition,
-            "coupling": coupling,
-            "adapt_damping": adapt_damping,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "nonfinite": nonfinite,
-            "foreach": foreach,
-            "fused": fused,
-        }
+        options = {name: value for name, value in locals().items() if name not in NOT_OPTIONS}
         self._predicted = 0.0
-        super().__init__(params, defaults)
+        super().__init__(params, options)
 
     def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
         super().check_options(group, ranges=ranges)

@@ -110,6 +110,8 @@ class Run:
     second: list[Tensor]  # second moments: sums or averages of squares
     cuts: list[TensorBlocks]
     sums: Tensor  # (rows, blocks of all tensors in order) float64, which pass 1 fills in
+    shapes: list[Any]  # (outer, blocks, inner) as tensors lie in memory; None for those that no kernel serves
+    by_block: bool = False  # kernels only: pass 2 solves each block for itself, and pass 1 stops at u and Σ g²
 
 
 class Foreach(Run):

@@ -12,56 +12,39 @@ import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blockmean.blocks import Geometry, TensorBlocks, geometry, memory_order
+from blockmean.optim.base import arithmetic
 from blockmean.optim.passes import SMALLEST_LAMBDA, Run
+from blockmean.optim.sharding import PLAIN
 
 
 class CTensors(ctypes.Structure):
     """`struct Tensors` of passes.hpp: a column per field."""
 
-    _fields_ = (
-        ("count", ctypes.c_int64),
-        ("param", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("first", ctypes.c_void_p),
-        ("second", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-    )
+    _fields_ = (("count", ctypes.c_int64), *zip(("param", "grad", "first", "second", "shape"), repeat(ctypes.c_void_p)))
 
 
 class CRule(ctypes.Structure):
     """`struct Rule` of passes.hpp."""
 
     _fields_ = (
-        ("sums", ctypes.c_int64),
-        ("adam", ctypes.c_int64),
-        ("dtype", ctypes.c_int64),
-        ("beta1", ctypes.c_double),
-        ("beta2", ctypes.c_double),
-        ("eps", ctypes.c_double),
-        ("weight_decay", ctypes.c_double),
-        ("sign", ctypes.c_double),
-        ("floor", ctypes.c_double),
-        ("smallest_lambda", ctypes.c_double),
-        ("gain", ctypes.c_double),
-        ("gain_r", ctypes.c_double),
-        ("rate", ctypes.c_double),
+        *zip(("sums", "adam", "dtype"), repeat(ctypes.c_int64)),
+        *zip(("beta1", "beta2", "eps", "weight_decay", "sign", "floor", "smallest_lambda"), repeat(ctypes.c_double)),
+        *zip(("gain", "gain_r", "rate"), repeat(ctypes.c_double)),
     )
 
 
 SQUARES, SUMS = 1, {1: 0, 2: 2, 3: 3, 4: 4, 6: 5}  # `enum Sums`, by the rows of a form
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # `enum Dtype`
-ARITHMETIC = {dtype: torch.promote_types(dtype, torch.float32) for dtype in DTYPES}
 CACHED_BYTES = 2**16  # longest block that is solved for itself, in the dtype of the arithmetic
-PLAIN = {Tensor, nn.Parameter}
 
 MISSING = "blockmean was installed without its kernels. Install a C++ compiler (gcc or clang), then blockmean again"
 
@@ -115,11 +98,12 @@ def serve_all(params: list[Tensor], grads: list[Any], moments: list[Any], cuts: 
     every = [*params, *grads, *moments]
     return (
         _library is not None
+        and params[0].dtype in DTYPES
         and PLAIN.issuperset(map(type, every))
         and all(map(attrgetter("is_cpu"), every))
         and all(map(Tensor.is_contiguous, every))
         and set(map(attrgetter("dtype"), [*params, *grads])) == {params[0].dtype}
-        and set(map(attrgetter("dtype"), moments)) == {ARITHMETIC.get(params[0].dtype)}
+        and set(map(attrgetter("dtype"), moments)) == {arithmetic(params[0].dtype)}
         and list(map(Tensor.numel, every)) == [cut.entries for cut in cuts] * (len(every) // len(cuts))
         and not any(map(Tensor.is_neg, grads))
         and all(map(Tensor.data_ptr, grads))
@@ -134,7 +118,7 @@ def why_not_native(param: Tensor, grad: Tensor | None, moments: Sequence[Tensor]
     if param.dtype not in DTYPES:
         return f"is {str(param.dtype).removeprefix('torch.')}"
     gradients = [] if grad is None else [("has a gradient that", grad, param.dtype)]
-    states = [("has state that", moment, ARITHMETIC[param.dtype]) for moment in moments]
+    states = [("has state that", moment, arithmetic(param.dtype)) for moment in moments]
     for what, x, expected in [("", param, param.dtype), *gradients, *states]:
         if type(x) not in PLAIN:
             found = f"is a {type(x).__name__}"
@@ -172,9 +156,6 @@ def geometry_of(param: Tensor, cut: TensorBlocks) -> Geometry | None:
 @dataclass
 class Native(Run):
     """Both passes over a run in C++. Its tensors have been examined."""
-
-    shapes: list[Geometry]  # as they lie in memory
-    by_block: bool  # pass 2 takes the solve with it, each block for itself; then pass 1 stops at u and Σ g²
 
     def __post_init__(self) -> None:
         rule, betas = self.rule, self.rule.betas or (0.0, 0.0)
