@@ -8,7 +8,7 @@ from torch import nn
 
 from blockmean import AdaGradBMA
 from blockmean.optim.adagrad import VARIANTS
-from blockmean.optim.forms import FORMS
+from blockmean.optim.passes import FORMS
 from support.optimizers import (
     Net,
     assert_same,

@@ -98,13 +98,13 @@ def test_lists_may_hold_several_dtypes_and_are_worked_on_in_parts(monkeypatch):
         torch.testing.assert_close(b, a, rtol=1e-2 if a.dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
 
-def test_parts_have_one_dtype_and_a_bounded_number_of_entries(monkeypatch):
-    monkeypatch.setitem(passes.MOST_ENTRIES, "cpu", 10)
-    params = [torch.zeros(n, dtype=dtype) for n, dtype in [(4, torch.float32), (6, torch.float32), (1, torch.float32)]]
-    params += [torch.zeros(30), torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
-    grads = [*params[:5], None]
-    tensors = passes.Tensors(params, grads, [], params, [1] * 6, [None] * 6)
-    assert [[p.numel() for p in part.params] for part in tensors.parts()] == [[4, 6], [1], [30], [2], [2]]
+def test_runs_have_equal_keys_and_a_bounded_number_of_entries():
+    def runs(keys, sizes, most):
+        return [sizes[run] for run in passes.alike(keys, sizes, most)]
+
+    assert runs("aaaabbc", [4, 6, 1, 30, 2, 2, 2], 10) == [[4, 6], [1], [30], [2, 2], [2]]
+    assert runs("aba", [0, 0, 0], 10) == [[0], [0], [0]]
+    assert runs("aaa", [0, 0, 0], 10) == [[0, 0, 0]] and runs("", [], 10) == []
 
 
 # -------------------------------------------------------------------- cost

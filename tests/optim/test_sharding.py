@@ -89,8 +89,8 @@ def test_anova_takes_two_collectives_and_five_where_means_turn(two):
             assert len(calls) == (5 if t % 4 == 0 else 2), t
             # Uᵀ G, Uᵀ G V and the length of every matrix; whether there is a gradient, and five flags.
             assert calls[0] == (2 * inputs + 3 * with_means + matrices + 1 + 5, 4)
-            # Y and the squares of R; before a turn, which rows, columns and columns of U are not zero.
-            assert calls[1] == (inputs + with_means + (units + inputs + 2 * with_means) * (t % 4 == 0), 4)
+            # The squares of R; before a turn, which rows and columns of U are not zero.
+            assert calls[1] == (with_means + (units + 2 * with_means) * (t % 4 == 0), 4)
 
 
 @pytest.mark.parametrize(("case", "calls"), [(CASES[0], [1]), (("Anova", {"means": 2}), [2, 5])], ids=str)

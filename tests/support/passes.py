@@ -8,29 +8,25 @@ from torch import Tensor
 from blockmean._linalg import in_float64
 from blockmean.blocks import TensorBlocks
 from blockmean.optim.base import arithmetic
-from blockmean.optim.forms import Rule
-from blockmean.optim.passes import Tensors, debiased, move_, rate_of
+from blockmean.optim.passes import Rule, Run, move_
 
 
-class Reference:
+class Reference(Run):
     """The interface of `passes.Foreach`."""
 
-    def __init__(self, rule: Rule, tensors: Tensors) -> None:
-        self.rule, self.tensors = rule, tensors
-
-    def block_sums(self, out: Tensor) -> bool:
+    def block_sums(self) -> bool:
         columns = []
-        for i, (param, grad, r, step, cut) in enumerate(self._each()):
+        for i, (param, grad, r, cut) in enumerate(self._each()):
             g = None if grad is None else effective_grad(param, grad, self.rule)
-            m = self.tensors.first[i] if self.rule.betas else g
-            columns.append(_sums(self.rule, g, m, r, step, cut))
+            m = self.first[i] if self.rule.betas else g
+            columns.append(_sums(self.rule, g, m, r, self.step, cut))
         sums = in_float64(torch.stack([torch.cat(row) for row in zip(*columns, strict=True)]))
-        out[: len(sums)] = sums
+        self.sums[: len(sums)] = sums
         return False
 
     def apply_(self, c: Tensor | None, kappa: Tensor | None) -> None:
         rule, start = self.rule, 0
-        for i, (param, grad, r, step, cut) in enumerate(self._each()):
+        for i, (param, grad, r, cut) in enumerate(self._each()):
             blocks = slice(start, start := start + cut.count)
             if grad is None:
                 continue
@@ -39,9 +35,9 @@ class Reference:
                 m = g
                 r.addcmul_(g, g)
             else:
-                m = self.tensors.first[i].lerp_(g, 1 - rule.betas[0])
+                m = self.first[i].lerp_(g, 1 - rule.betas[0])
                 r.mul_(rule.betas[1]).addcmul_(g, g, value=1 - rule.betas[1])
-            gain, gain_r = debiased(rule, step)
+            gain, gain_r, rate = rule.numbers(self.step)
             zeta, z = _scales(rule, r, gain_r)
             delta = m / z * gain
             if kappa is not None:
@@ -51,11 +47,10 @@ class Reference:
                 delta += w * cut.spread(c[blocks].to(g))
             if rule.weight_decay and rule.betas is not None:
                 delta += rule.weight_decay * param.to(delta.dtype)
-            move_(param, delta, rate_of(rule, step))
+            move_(param, delta, rate)
 
     def _each(self):
-        x = self.tensors
-        return zip(x.params, x.grads, x.second, x.steps, x.cuts, strict=True)
+        return zip(self.params, self.grads, self.second, self.cuts, strict=True)
 
 
 def effective_grad(param: Tensor, grad: Tensor, rule: Rule) -> Tensor:
@@ -73,7 +68,7 @@ def _sums(rule: Rule, g: Tensor | None, m: Tensor | None, r: Tensor, step: int, 
     u = nothing = r.new_zeros(cut.count)
     if g is not None:
         u = cut.sum(g)
-    if not rule.form.corrects:
+    if rule.form.rows == 1:
         return [u]
     if g is not None and m is not None:
         if rule.betas is None:
@@ -81,7 +76,7 @@ def _sums(rule: Rule, g: Tensor | None, m: Tensor | None, r: Tensor, step: int, 
         else:
             m = m + (1 - rule.betas[0]) * (g - m)
             r = rule.betas[1] * r + (1 - rule.betas[1]) * g * g
-    gain, gain_r = debiased(rule, step)
+    gain, gain_r, _ = rule.numbers(step)
     zeta, z = _scales(rule, r, gain_r)
     finite = z.masked_fill(z.isinf(), 0)
     if rule.form.takes_raw_sums:
@@ -91,7 +86,7 @@ def _sums(rule: Rule, g: Tensor | None, m: Tensor | None, r: Tensor, step: int, 
     if not rule.form.is_weighted:
         return [u, cut.sum(finite), b]
     rows = [u, nothing if g is None else cut.sum(g * g), gain_r * cut.sum(r), b]
-    if rule.cap is not None:
+    if rule.form.rows == 6:
         length = nothing if g is None or m is None else gain**2 * cut.sum((m / z).square())
         rows += [length, cut.sum(w * w)]
     return rows

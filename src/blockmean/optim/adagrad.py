@@ -17,9 +17,9 @@ from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require_choice, require_number
 from blockmean.blocks import By
-from blockmean.optim.base import arithmetic
+from blockmean.optim.base import NOT_OPTIONS, arithmetic
 from blockmean.optim.correction import CorrectedOptimizer
-from blockmean.optim.forms import FORMS, Rule
+from blockmean.optim.passes import FORMS, Rule
 
 VARIANTS = ("paper", "consistent", "weighted")
 
@@ -80,24 +80,8 @@ class AdaGradBMA(CorrectedOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "variant": variant,
-            "partition": partition,
-            "coupling": coupling,
-            "eps": eps,
-            "eigenvalue_floor": eigenvalue_floor,
-            "refresh_every": refresh_every,
-            "lr_decay": lr_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "correction": correction,
-            "nonfinite": nonfinite,
-            "foreach": foreach,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        options = {name: value for name, value in locals().items() if name not in NOT_OPTIONS}
+        super().__init__(params, options)
 
     def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
         super().check_options(group, ranges=ranges)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require_number
 from blockmean._linalg import LinAlgError, eigh
-from blockmean.optim.base import GroupStep, arithmetic, distinct
+from blockmean.optim.base import NOT_OPTIONS, arithmetic, distinct
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep, refuse_fused
 from blockmean.optim.layout import Component
 from blockmean.optim.passes import move_
@@ -59,18 +59,8 @@ class AdaGradFull(BlockMeanOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "eigenvalue_floor": eigenvalue_floor,
-            "max_bytes": max_bytes,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "nonfinite": nonfinite,
-            "foreach": foreach,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        options = {name: value for name, value in locals().items() if name not in NOT_OPTIONS}
+        super().__init__(params, options)
 
     def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
         super().check_options(group, ranges=ranges)
@@ -103,11 +93,10 @@ class AdaGradFull(BlockMeanOptimizer):
 
     def block_sums(self, work: BlockStep) -> Tensor:
         """The gradient itself: every entry is a block."""
-        group, grads = work.group, [torch.zeros(0, device=work.device)]
+        group, grads = work.group, [torch.zeros(0, device=work.layout.device)]
         for param, grad in zip(work.params, work.grads, strict=True):
-            assert grad is not None  # no two tensors share an entry
-            g = grad.to(arithmetic(param.dtype))
-            g = -g if group["maximize"] else g
+            g = torch.zeros_like(param) if grad is None else grad  # `block_statistics` has none
+            g = (-g if group["maximize"] else g).to(arithmetic(param.dtype))
             grads.append(g.add(param, alpha=group["weight_decay"]).flatten())
         return torch.cat([g.double() for g in grads]).unsqueeze(0)
 
@@ -136,7 +125,6 @@ class AdaGradFull(BlockMeanOptimizer):
         self._last[work.number] = (g, step - g)
         return step
 
-    def matrices(self, step: GroupStep) -> Iterator[tuple[Component, Tensor]]:
-        step.work.sums = torch.zeros(1, 0, dtype=torch.float64, device=step.work.device)
-        for component, part in self.statistics(step.work, ["U"], keep=False):
+    def matrices(self, work: BlockStep) -> Iterator[tuple[Component, Tensor]]:
+        for component, part in self.statistics(work, ["U"], keep=False):
             yield component, part["U"]

@@ -17,9 +17,9 @@ from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require, require_adamw, require_betas, require_number
 from blockmean.blocks import By
-from blockmean.optim.base import arithmetic
+from blockmean.optim.base import NOT_OPTIONS, arithmetic
 from blockmean.optim.correction import CorrectedOptimizer
-from blockmean.optim.forms import FORMS, Rule
+from blockmean.optim.passes import FORMS, Rule
 
 
 class AdamBMA(CorrectedOptimizer):
@@ -84,26 +84,8 @@ class AdamBMA(CorrectedOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "amsgrad": amsgrad,
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "partition": partition,
-            "coupling": coupling,
-            "eigenvalue_floor": eigenvalue_floor,
-            "correction_cap": correction_cap,
-            "refresh_every": refresh_every,
-            "maximize": maximize,
-            "correction": correction,
-            "nonfinite": nonfinite,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "foreach": foreach,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        options = {name: value for name, value in locals().items() if name not in NOT_OPTIONS}
+        super().__init__(params, options)
 
     def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
         super().check_options(group, ranges=ranges)
@@ -122,13 +104,14 @@ class AdamBMA(CorrectedOptimizer):
         return {"step": torch.tensor(0.0, dtype=torch.float32), "exp_avg": zeros(), "exp_avg_sq": zeros()}
 
     def rule(self, group: dict[str, Any]) -> Rule:
+        cap = group["correction_cap"]
         return Rule(
-            FORMS["balanced" if group["correction"] else "none"],
+            FORMS["none" if not group["correction"] else "balanced" if cap is None else "capped"],
             group["betas"],
             group["eps"],
             group["weight_decay"],
             group["maximize"],
             float(group["lr"]),
             floor=group["eigenvalue_floor"],
-            cap=group["correction_cap"],
+            cap=cap or 0.0,
         )

@@ -23,12 +23,15 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from blockmean._checks import require, require_choice, require_number
 from blockmean.optim import sharding
-from blockmean.optim.sharding import Exchange, Sum, local_gradient
+from blockmean.optim.sharding import PLAIN, Exchange, Sum, local_gradient
 
 State = dict[str, Any]
 
 MATMULS = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
 PRECISION = "fp32_precision"  # from torch 2.9 on
+
+NOT_OPTIONS = ("self", "params", "__class__")
+"""Among the variables of a constructor; all others are options, under the names of its arguments."""
 
 AS_CONSTRUCTED = ("foreach", "fused", "capturable", "differentiable", "partition")
 """Options that no checkpoint changes: how a step is computed, and what its partition is called here."""
@@ -266,8 +269,9 @@ def collect(optimizer: BaseOptimizer, number: int) -> GroupStep | None:
     """The gradients and states of a group; None if it has no gradient, and no other process can have one."""
     group = optimizer.param_groups[number]
     params = distinct(group)
-    grads = {i: grad for i, param in enumerate(params) if (grad := local_gradient(param)) is not None}
-    is_sharded = any(map(sharding.is_distributed, params))
+    is_sharded = not PLAIN.issuperset(map(type, params)) and any(map(sharding.is_distributed, params))
+    found = [local_gradient(param) if is_sharded else param.grad for param in params]
+    grads = {i: grad for i, grad in enumerate(found) if grad is not None}
     if not grads and not is_sharded:
         return None
     owner = type(optimizer).__name__
@@ -292,7 +296,9 @@ def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> 
     state: State = optimizer.state.get(param, {})
     if "step" not in state:
         return {**state, **optimizer.init_state(param, group)}
-    kept = state.get("exp_avg", state.get("sum", state.get("momentum_buffer")))  # the largest tensor of any of ours
+    kept = state.get("exp_avg")  # or the largest tensor that another one of ours has
+    if kept is None:
+        kept = state.get("sum", state.get("momentum_buffer"))
     if kept is None or kept.dtype == arithmetic(param.dtype):
         return state
     return {
@@ -303,7 +309,7 @@ def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
     """The dtype of state and arithmetic: that of the parameter, but at least float32."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def all_finite(steps: Sequence[GroupStep]) -> bool:

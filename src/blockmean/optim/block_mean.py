@@ -9,9 +9,11 @@ An optimizer implements `init_state`, `block_sums`, `update_` and `matrices`.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -21,11 +23,11 @@ from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require, require_choice
 from blockmean._linalg import float64_device
-from blockmean.blocks import BY, By, NamedParameters, cut, outputs_of
+from blockmean.blocks import BY, By, NamedParameters, TensorBlocks, cut, outputs_of
 from blockmean.optim.base import BaseOptimizer, GroupStep, State, distinct, given_names, shown_names, state_of
 from blockmean.optim.inspection import BlockStatistics, eigenvalues_of
 from blockmean.optim.layout import COUPLINGS, Component, Layout, LocalBlocks
-from blockmean.optim.sharding import Sum, box_of, local, sides_of
+from blockmean.optim.sharding import Sum, local, reduce, sides_of
 from blockmean.optim.statistics import KINDS, arrange, check_places, statistics
 
 ANEW = "Construct the optimizer anew."
@@ -33,7 +35,10 @@ ANEW = "Construct the optimizer anew."
 
 @dataclass
 class BlockStep:
-    """The blocks of a parameter group during a step: parallel lists over the tensors that take part, as blocks go."""
+    """The blocks of a parameter group during a step: parallel lists over the tensors that take part, as blocks go.
+
+    Pass 1 gives a column per block of every tensor in turn. Tensors that share blocks add up.
+    """
 
     number: int  # of the group
     group: dict[str, Any]
@@ -44,40 +49,33 @@ class BlockStep:
     grads: list[Tensor | None]  # None: only counts in a block that it shares with others
     own: list[State]  # the state of each
     steps: list[int]  # this one included
-    device: torch.device  # of the sums
     present: Tensor | None = None  # which blocks take part, (L,); None: all
-    in_order: bool = False  # the blocks of all members, concatenated, are those of the group
+    index: Tensor | None = None  # the block of every column; None if columns are the blocks of the group
+    partial: list[Tensor] = field(default_factory=list)  # what adds up to `sums` once processes have added theirs
     sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L)
-    shares: dict[int, Tensor] = field(default_factory=dict)  # sums of sharded tensors, (rows, blocks), by index
+    columns: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # of pass 1
     is_finite: bool = False  # whether all sums are known to be
-    plan: Any = None  # what `block_sums` hands on to `update_`
+    runs: list[Any] = field(default_factory=list)  # what `block_sums` hands on to `update_`
 
     def moments(self, name: str) -> list[Any]:
         """What is local of a state tensor, for every member; None where there is none."""
-        if self.layout.sharded:
+        if self.layout.is_sharded:
             return [None if (x := state.get(name)) is None else local(x) for state in self.own]
         return [state.get(name) for state in self.own]
 
-    def in_order_of_members(self, values: Tensor) -> Tensor:
-        """Numbers per block of the group as those of every member, concatenated."""
-        return values if self.in_order else torch.cat([values[:0], *(values[m.blocks] for m in self.members)])
+    def to_columns(self, values: Tensor) -> Tensor:
+        """Numbers per block of the group as numbers per column."""
+        return values if self.index is None else values[self.index]
+
+    def to_blocks(self, columns: Tensor) -> Tensor:
+        """(rows, L): columns, added up at their blocks."""
+        if self.index is None:
+            return columns
+        return columns.new_zeros(len(columns), self.layout.num_blocks).index_add_(1, self.index, columns)
 
     def per_member(self, values: Tensor) -> list[Tensor]:
         """Numbers per block of the group, for every member."""
-        return list(self.in_order_of_members(values).split([member.cut.count for member in self.members]))
-
-    def assembled(self, columns: Tensor) -> Tensor:
-        """(rows, L): the sums of all members, placed at their blocks. Members that share blocks add up."""
-        if self.in_order:
-            return columns
-        out = columns.new_zeros(len(columns), self.layout.num_blocks)
-        index = [torch.arange(m.blocks.start, m.blocks.stop, device=columns.device) for m in self.members]
-        return out.index_add_(1, torch.cat(index), columns) if index else out
-
-    def add_shares(self) -> None:
-        """Add what all processes together have of sharded tensors."""
-        for i, share in self.shares.items():
-            self.sums[:, self.layout.starts[i] : self.layout.starts[i] + self.layout.counts[i]] += share
+        return list(self.to_columns(values).split([member.cut.count for member in self.members]))
 
 
 class BlockMeanOptimizer(BaseOptimizer):
@@ -107,7 +105,7 @@ class BlockMeanOptimizer(BaseOptimizer):
         """Update the statistics between blocks, state and parameters."""
         raise NotImplementedError
 
-    def matrices(self, step: GroupStep) -> Iterator[tuple[Component, Tensor]]:
+    def matrices(self, work: BlockStep) -> Iterator[tuple[Component, Tensor]]:
         """A of every component, outside a step, for `block_statistics`."""
         raise NotImplementedError
 
@@ -127,8 +125,18 @@ class BlockMeanOptimizer(BaseOptimizer):
     # ---------------------------------------------------------------- the step
 
     def read(self, step: GroupStep) -> None:
-        step.work = self._begin(step)
-        self._sum(step)
+        work = step.work = self._begin(step)
+        work.columns = columns = self.block_sums(work)
+        work.partial = [work.to_blocks(columns)]
+        if work.layout.is_sharded:  # apart for every set of processes, which add theirs
+            over = [sides_of(param).both for param in step.params]
+            partial = {groups: torch.zeros_like(work.partial[0]) for groups in over}
+            for member, own in zip(work.members, columns.split([m.cut.count for m in work.members], 1), strict=True):
+                partial[over[member.tensor]][:, member.blocks] += own
+            step.sums = [Sum(x, groups) for groups, x in partial.items() if groups]
+            work.partial = list(partial.values())
+        if work.layout.is_sharded or not work.is_finite:
+            step.evidence = [*work.partial, *(x[0].square() for x in work.partial)]  # U holds squares
 
     def write(self, steps: list[GroupStep]) -> None:
         busy = [step for step in steps if step.states]
@@ -136,62 +144,45 @@ class BlockMeanOptimizer(BaseOptimizer):
         if counters:
             torch._foreach_add_(counters, torch.tensor(1.0, device="cpu"), alpha=1.0)
         for step in busy:
-            step.work.add_shares()
-            if step.work.members or step.work.layout.sharded:
+            step.work.sums = functools.reduce(torch.add, step.work.partial)
+            if step.work.members or step.work.layout.is_sharded:
                 self.update_(step.work)
-
-    def _sum(self, step: GroupStep) -> None:
-        """Pass 1. The sums of sharded tensors stay apart until all processes have added theirs."""
-        work, layout = step.work, step.work.layout
-        columns = self.block_sums(work)
-        if layout.sharded:
-            work.shares = {i: columns.new_zeros(len(columns), layout.counts[i]) for i in layout.sharded}
-            split = columns.split([member.cut.count for member in work.members], 1)
-            for member, own in zip(work.members, split, strict=True):
-                if member.is_shard:
-                    first = member.blocks.start - layout.starts[member.tensor]
-                    work.shares[member.tensor][:, first : first + member.cut.count] = own
-                    own.zero_()
-            step.sums = [Sum(x, sides_of(step.params[i]).both) for i, x in work.shares.items()]
-        work.sums = work.assembled(columns)
-        if layout.sharded or not work.is_finite:
-            every = [work.sums, *work.shares.values()]
-            step.evidence = [*every, *(x[0].square() for x in every)]  # U holds squares
 
     def _begin(self, step: GroupStep) -> BlockStep:
         """The lists of a step. Also of parameters without a gradient, in blocks where another one has a gradient."""
-        layout, taking_part = self._layout(step.number, step.params), step.states
-        if layout.is_shared and len(taking_part) < len(step.params):
-            touched = {layout.starts[i] for i in taking_part if layout.counts[i]}
-            others = [i for i in layout.component_of if i not in taking_part and layout.starts[i] in touched]
-            taking_part = {**taking_part, **{i: state_of(self, step.params[i], step.group) for i in others}}
-        members = layout.local
-        complete = len(taking_part) == len(step.params)
+        layout, states = self._layout(step), step.states
+        if layout.is_shared and len(states) < len(step.params):
+            touched = {layout.starts[i] for i in states if layout.counts[i]}
+            others = [i for i in layout.component_of if i not in states and layout.starts[i] in touched]
+            states = {**states, **{i: state_of(self, step.params[i], step.group) for i in others}}
+        members, complete = layout.local, len(states) == len(step.params)
         if not complete:
-            members = [member for member in members if member.tensor in taking_part]
-            complete = all(i in taking_part for i, count in enumerate(layout.counts) if count)
+            members = [member for member in members if member.tensor in states]
+            complete = all(i in states for i, count in enumerate(layout.counts) if count)
         order = [member.tensor for member in members]
         params = [step.params[i] for i in order]
         grads = [step.grads.get(i) for i in order]
-        own = [taking_part[i] for i in order]
+        own = [states[i] for i in order]
         work = BlockStep(
             step.number,
             step.group,
             layout,
             step.states,
             members,
-            params=[local(param) for param in params] if layout.sharded else params,
+            params=[local(param) for param in params] if layout.is_sharded else params,
             grads=grads,
             own=own,
             steps=[int(state["step"].item()) + (g is not None) for state, g in zip(own, grads, strict=True)],
-            device=float64_device(step.params[0].device),
         )
-        work.in_order = complete and not layout.is_shared and not layout.sharded
+        if not complete or layout.is_shared or layout.is_sharded:
+            every = [range(member.blocks.start, member.blocks.stop) for member in members]
+            index = torch.tensor(list(chain.from_iterable(every)), dtype=torch.int64, device="cpu")
+            work.index = index.to(layout.device, non_blocking=True)
         if not complete:
             present = torch.zeros(layout.num_blocks, dtype=torch.bool, device="cpu")
-            for i in taking_part:
+            for i in states:
                 present[layout.starts[i] : layout.starts[i] + layout.counts[i]] = True
-            work.present = present.to(work.device, non_blocking=True)
+            work.present = present.to(layout.device, non_blocking=True)
         return work
 
     def statistics(
@@ -199,7 +190,7 @@ class BlockMeanOptimizer(BaseOptimizer):
     ) -> Iterator[tuple[Component, dict[str, Tensor]]]:
         """The named statistics of every component that takes part; changes in place are kept, if `keep`."""
         known = {i: self.state[param] for i, param in enumerate(work.layout.params) if param in self.state}
-        return statistics(work.layout, known, work.states, names, work.sums, initial, keep)
+        return statistics(work.layout, known, work.states, names, initial, keep)
 
     def count_fallback(self, num_blocks: int) -> None:
         """Count a failed eigendecomposition; warn about the first."""
@@ -224,10 +215,13 @@ class BlockMeanOptimizer(BaseOptimizer):
             states = {i: state for i, param in enumerate(params) if "step" in (state := self.state.get(param, {}))}
             if not any("U" in state for state in states.values()):
                 continue
-            step = GroupStep(number, group, params, {}, states)
-            work = step.work = self._begin(step)
+            step = GroupStep(number, {**group, "correction": True}, params, {}, states)
+            self.read(step)
+            reduce(step.sums)
+            work: BlockStep = step.work
+            work.sums = functools.reduce(torch.add, work.partial)
             common, change = self._last.get(number, (None, None))
-            for component, A in self.matrices(step):
+            for component, A in self.matrices(work):
                 blocks = torch.arange(work.layout.num_blocks)[component.blocks]
                 found.append(
                     BlockStatistics(
@@ -256,40 +250,65 @@ class BlockMeanOptimizer(BaseOptimizer):
         elif isinstance(params, NamedParameters):
             outputs = params.outputs
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            tensors, by = distinct(group), group.get("partition", "element")
-            if by == "custom" and self._partition is not None:
+            group, owner = self.param_groups[-1], type(self).__name__
+            params, names, by = distinct(group), given_names(group), group.get("partition", "element")
+            if by == "custom":
                 by = self._partition
-            number = len(self.param_groups) - 1
-            self._layouts.append(make_layout(self, number, by, [outputs.get(param, 0) for param in tensors]))
+                if by is None:
+                    raise ValueError(
+                        f"{owner} has no callable to cut these parameters with: copies do not keep it. "
+                        "Pass 'partition', or construct a new optimizer."
+                    )
+            known = callable(by) or by in BY
+            require(known, "partition", owner, f"a callable or one of {', '.join(map(repr, BY))}", by)
+            if "partition" in group:
+                group["partition"] = "custom" if callable(by) else by  # groups hold plain values only
+            with torch.device("cpu"):  # a layout is looked up, never computed with
+                cuts = [cut(names[i], i, param, by, outputs.get(param, 0)) for i, param in enumerate(params)]
+            layout = self._make_layout(len(self.param_groups) - 1, cuts, group)
+            group["blocks"] = layout.fingerprint
+            self._layouts.append(layout)
         except Exception:
             self.param_groups.pop()
             raise
 
-    def _layout(self, number: int, params: list[Tensor]) -> Layout:
+    def _make_layout(self, number: int, cuts: Sequence[TensorBlocks], group: dict[str, Any]) -> Layout:
+        """The blocks of the parameters of a group, for a group with these options."""
+        current, owner = self.param_groups[number], type(self).__name__
+        params, named = distinct(current), all(given_names(current))
+        partition, coupling = group.get("partition", "element"), group.get("coupling", "all")
+        options = self.layout_options({**group, "params": params})
+        with torch.device("cpu"):
+            return Layout(cuts, params, partition, coupling, owner, group=number, named=named, **options)
+
+    def _layout(self, step: GroupStep) -> Layout:
         """The layout of a group; another one if wrappers have put other tensors into the place of its parameters."""
-        group, layout, owner = self.param_groups[number], self._layouts[number], type(self).__name__
-        is_loaded = not layout.params  # a checkpoint may have another coupling
-        for name, made in (("partition", layout.partition), ("coupling", layout.coupling)):
-            if group.get(name, made) != made and not (is_loaded and name == "coupling"):
-                raise ValueError(
-                    f"The {name!r} of a parameter group of {owner} was {made!r} when it was added, and cannot change. "
-                    + ANEW
-                )
-        if len(params) == len(layout.params) and all(map(is_, params, layout.params)):
-            return layout
-        if len(params) != len(layout.tensors):
+        group, layout, owner = self.param_groups[step.number], self._layouts[step.number], type(self).__name__
+        if layout.params:  # else it has been loaded or copied: a checkpoint may have another coupling
+            for name, made in (("partition", layout.partition), ("coupling", layout.coupling)):
+                if group.get(name, made) != made:
+                    raise ValueError(
+                        f"The {name!r} of a parameter group of {owner} was {made!r} when it was added, and cannot "
+                        f"change. {ANEW}"
+                    )
+            same = len(step.params) == len(layout.params) and all(map(is_, step.params, layout.params))
+            if same and step.params[0].device == layout.placed:
+                return layout
+        shapes, added = [tuple(param.shape) for param in step.params], [tensor.shape for tensor in layout.tensors]
+        if len(shapes) != len(added):
             raise ValueError(
-                f"A parameter group of {owner} had {len(layout.tensors)} parameters when added, and has {len(params)} "
+                f"A parameter group of {owner} had {len(added)} parameters when added, and has {len(shapes)} "
                 "now. Add new parameters with add_param_group."
             )
-        layout = fitted(self, number, group)
-        states = {i: self.state[param] for i, param in enumerate(params) if param in self.state}
+        if shapes != added:
+            raise ValueError(f"Parameters of {owner} had the shapes {added} when added, and have {shapes} now. {ANEW}")
+        layout = self._make_layout(step.number, layout.tensors, group)
+        states = {i: self.state[param] for i, param in enumerate(step.params) if param in self.state}
         check_places(layout, states, shown_names(group), ANEW)
         arrange(layout, states)
-        self._layouts[number] = layout
-        self._last.pop(number, None)
+        self._layouts[step.number] = layout
+        self._last.pop(step.number, None)
         return layout
 
     # ---------------------------------------------------------------- saving and loading
@@ -318,8 +337,6 @@ class BlockMeanOptimizer(BaseOptimizer):
     def check_state(self, number: int, group: dict[str, Any], states: Mapping[int, State]) -> None:
         owner, current = type(self).__name__, self.param_groups[number]
         if group["blocks"] != current["blocks"]:
-            if "checksum" in str(group["blocks"]):
-                raise ValueError(_FROM_BEFORE.format(owner))
             if "partition" in current:
                 kind, way_out = "another partition of", f"Construct {owner} with that partition"
             else:
@@ -328,73 +345,12 @@ class BlockMeanOptimizer(BaseOptimizer):
                 f"The checkpoint was made with {kind} parameter group {number}: it has {group['blocks']}, "
                 f"this optimizer {current['blocks']}. {way_out}, or start with fresh state."
             )
-        if any("U" in state and "blocks" not in state for state in states.values()):
-            raise ValueError(_FROM_BEFORE.format(owner))
         remedy = f"Construct {owner} with the model it was saved from, or delete 'U' from the saved states."
-        check_places(fitted(self, number, group), states, shown_names(current), remedy)
+        layout = self._make_layout(number, self._layouts[number].tensors, group)
+        check_places(layout, states, shown_names(current), remedy)
 
 
 def refuse_fused(group: dict[str, Any], owner: str) -> None:
     """Raise if an optimizer without kernels is asked for them."""
     if group["fused"]:
         raise RuntimeError(f"{owner} has no native kernels, so it does not take fused=True. Take fused=None.")
-
-
-_FROM_BEFORE = (
-    "The checkpoint was made before {0} kept its statistics between blocks in one place. Delete 'U', 'root', 'weight' "
-    "and 'variance' from its states and 'blocks' from its param_groups: the rest loads, and the statistics start over."
-)
-
-
-def make_layout(optimizer: BlockMeanOptimizer, number: int, by: By, outputs: Sequence[int | Tensor]) -> Layout:
-    """The blocks of a group, which gets their fingerprint."""
-    group, owner = optimizer.param_groups[number], type(optimizer).__name__
-    if by == "custom":
-        raise ValueError(
-            f"{owner} has no callable to cut these parameters with: copies do not keep it, and parameters of other "
-            "shapes need it again. Pass 'partition', or construct a new optimizer."
-        )
-    known = callable(by) or by in BY
-    require(known, "partition", owner, f"a callable or one of {', '.join(map(repr, BY))}", by)
-    params, names = distinct(group), given_names(group)
-    # Whatever the default device is: a layout is looked up, never computed with.
-    with torch.device("cpu"):
-        cuts = [cut(names[i], i, param, by, outputs[i]) for i, param in enumerate(params)]
-        layout = Layout(
-            cuts,
-            "custom" if callable(by) else by,
-            group.get("coupling", "all"),
-            owner,
-            group=number,
-            named=all(names),
-            params=params,
-            boxes=[box_of(param) for param in params],
-            outputs=outputs,
-            **optimizer.layout_options(group),
-        )
-    if "partition" in group:
-        group["partition"] = layout.partition  # a name: groups hold plain values only
-    group["blocks"] = layout.fingerprint
-    return layout
-
-
-def fitted(optimizer: BlockMeanOptimizer, number: int, group: dict[str, Any]) -> Layout:
-    """The layout of a group for the tensors that are in the place of its parameters now, and its coupling."""
-    layout, current = optimizer._layouts[number], optimizer.param_groups[number]
-    params = distinct(current)
-    shapes = [param.shape for param in params]
-    if shapes != layout.shapes:
-        outputs = [o if s == t else 0 for o, s, t in zip(layout.outputs, layout.shapes, shapes, strict=True)]
-        return make_layout(optimizer, number, layout.partition, outputs)
-    return Layout(
-        layout.tensors,
-        layout.partition,
-        group.get("coupling", layout.coupling),
-        type(optimizer).__name__,
-        group=number,
-        named=layout.named,
-        params=params,
-        boxes=[box_of(param) for param in params],
-        outputs=layout.outputs,
-        **optimizer.layout_options({**group, "params": params}),
-    )

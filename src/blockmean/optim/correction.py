@@ -9,8 +9,8 @@ take exactly the step of the principal submatrix without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,14 +19,16 @@ from blockmean._checks import require, require_number
 from blockmean._linalg import LinAlgError, inverse_root_minus_identity, times
 from blockmean.blocks import TensorBlocks
 from blockmean.optim import kernels
-from blockmean.optim.base import GroupStep, State, require_state, shown_names
-from blockmean.optim.block_mean import ANEW, BlockMeanOptimizer, BlockStep
-from blockmean.optim.forms import SMALLEST_LAMBDA, Form, Rule
-from blockmean.optim.kernels import CACHED_ENTRIES, Native, geometry_of, serve_all, why_not_native
+from blockmean.optim.base import State, require_state, shown_names
+from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep
+from blockmean.optim.kernels import CACHED_BYTES, Native, geometry_of, serve_all, why_not_native
 from blockmean.optim.layout import Component
-from blockmean.optim.passes import Foreach, Tensors, rows_of
-from blockmean.optim.sharding import local, reduce
-from blockmean.optim.statistics import own_statistics
+from blockmean.optim.passes import FORMS, MOST_ENTRIES, SMALLEST_LAMBDA, Foreach, Form, Rule, alike
+from blockmean.optim.sharding import local
+from blockmean.optim.statistics import begin_alone
+
+BEGUN = {"U", "energy", "blocks"}
+"""State of blocks that are solved one by one."""
 
 
 def accumulate_(U: Tensor, u: Tensor, beta: float | None, present: Tensor | None) -> None:
@@ -91,23 +93,6 @@ def measures(work: BlockStep, form: Form) -> tuple[Tensor, Tensor]:
     return n, torch.where(n > 0, work.layout.sizes.to(n, non_blocking=True).rsqrt(), 0.0)
 
 
-class Part(NamedTuple):
-    """Neighbours that share a rule and an implementation of the passes."""
-
-    corrects: bool
-    columns: slice  # among the blocks of all members, in order
-    passes: Foreach | Native
-
-
-class Plan(NamedTuple):
-    """How a group takes a step."""
-
-    rule: Rule
-    parts: list[Part]
-    by_block: bool  # pass 2 solves, each block for itself
-    columns: Tensor  # (rows, blocks of all members)
-
-
 class CorrectedOptimizer(BlockMeanOptimizer):
     """A diagonal method with a correction between blocks, given by a `Rule` and its `Form`."""
 
@@ -154,58 +139,64 @@ class CorrectedOptimizer(BlockMeanOptimizer):
     # ---------------------------------------------------------------- pass 1
 
     def block_sums(self, work: BlockStep) -> Tensor:
-        plan = work.plan = self._dispatch(work)
-        finite = True
-        for part in plan.parts:
-            finite &= part.passes.block_sums(plan.columns[:, part.columns])
-        work.is_finite = finite
-        return plan.columns
-
-    def _dispatch(self, work: BlockStep) -> Plan:
         """Who computes what: C++ all tensors that it serves and may have, torch the others."""
-        group, layout, members = work.group, work.layout, work.members
-        rule = self.rule(group)
-        *first, second = (work.moments(name) for name in self.entry_state)
-        cuts = [member.cut for member in members]
-        tensors = Tensors(work.params, work.grads, first[0] if first else [], second, work.steps, cuts)
-        wanted = group["fused"] or (group["fused"] is None and group["foreach"] is None)
-        corrected = layout.num_corrected
-        if members is not layout.local:
-            corrected = sum(member.tensor in layout.component_of for member in members)
-        if not rule.form.corrects:
-            corrected = 0
-        solves = layout.is_diagonal and not layout.is_shared and not layout.sharded
-        solves &= rule.form.keeps_trace and rule.cap is None
-        if wanted and kernels.is_available() and serve_all(tensors):
-            is_native = [True] * len(members)
-            solves &= layout.longest_run <= CACHED_ENTRIES[second[0].dtype]
-        else:
-            require_moments(work, self.entry_state)
-            is_native = [bool(wanted) and self._is_served(work, tensors, j) for j in range(len(members))]
-            solves &= all(is_native[j] and _is_short(cuts[j], work.params[j]) for j in range(corrected))
+        layout, rule = work.layout, self.rule(work.group)
+        plain = rule._replace(form=FORMS["none"])
+        cuts = [member.cut for member in work.members]
+        *first, second = moments = [work.moments(name) for name in self.entry_state]
+        shapes = self._shapes(work, moments, cuts)
+        corrected = [rule.form.rows > 1 and member.is_corrected for member in work.members]
+        by_block = rule.form.rows == 4 and layout.is_diagonal and not layout.is_shared and not layout.is_sharded
+        by_block = by_block and all(
+            shape is not None and shape[0] == 1 and shape[2] * moment.element_size() <= CACHED_BYTES
+            for shape, moment, is_corrected in zip(shapes, second, corrected, strict=True)
+            if is_corrected
+        )
         counts = [cut.count for cut in cuts]
-        columns = torch.zeros(rows_of(rule), sum(counts), dtype=torch.float64, device=work.device)
-        parts, start, begin = [], 0, 0
-        for end in range(1, len(members) + 1):
-            if end < len(members) and end != corrected and is_native[end] == is_native[begin]:
-                continue
-            some, stop, corrects = tensors.part(slice(begin, end)), start + sum(counts[begin:end]), begin < corrected
-            used = rule if corrects else rule.plain()
-            passes = Native(used, some, by_block=solves and corrects) if is_native[begin] else Foreach(used, some)
-            parts.append(Part(corrects, slice(start, stop), passes))
-            begin, start = end, stop
-        return Plan(rule, parts, solves, columns)
+        columns = torch.zeros(rule.form.rows, sum(counts), dtype=torch.float64, device=layout.device)
+        keys = [
+            (param.dtype, step, grad is None, is_corrected, shape is None)
+            for param, step, grad, is_corrected, shape in zip(
+                work.params, work.steps, work.grads, corrected, shapes, strict=True
+            )
+        ]
+        sizes = [cut.entries if shape is None else 0 for cut, shape in zip(cuts, shapes, strict=True)]
+        start, work.is_finite = 0, True
+        for own in alike(keys, sizes, MOST_ENTRIES.get(layout.params[0].device.type, 2**22)):
+            i, stop = own.start, start + sum(counts[own])
+            kind = Foreach if shapes[i] is None else Native
+            run = kind(
+                rule if corrected[i] else plain,
+                work.steps[i],
+                work.params[own],
+                work.grads[own],
+                first[0][own] if first else [],
+                second[own],
+                cuts[own],
+                columns[:, start:stop],
+                shapes[own],
+                by_block and corrected[i],
+            )
+            work.is_finite &= run.block_sums()
+            work.runs.append(run)
+            start = stop
+        return columns
 
-    def _is_served(self, work: BlockStep, tensors: Tensors, j: int) -> bool:
-        """Whether C++ takes a tensor; an error if it cannot and has to."""
-        grad = work.grads[j]
-        if grad is None or not kernels.is_available():
-            return False
-        moments = [tensors.second[j], *(xs[j] for xs in (tensors.first,) if xs)]
-        reason = why_not_native(work.params[j], grad, moments, tensors.cuts[j])
-        if reason and work.group["fused"]:
-            raise RuntimeError(self._cannot_serve(work.group, work.members[j].tensor, reason))
-        return reason is None
+    def _shapes(self, work: BlockStep, moments: list[list[Any]], cuts: list[TensorBlocks]) -> list[Any]:
+        """Tensors as they lie in memory, where C++ takes them; None for the others."""
+        group = work.group
+        wanted = group["fused"] or (group["fused"] is None and group["foreach"] is None)
+        if not wanted or not cuts:
+            return [None] * len(cuts)
+        if serve_all(work.params, work.grads, [x for xs in moments for x in xs], cuts):
+            return [cut.geometry for cut in cuts]
+        found = []
+        for j, (param, grad, cut) in enumerate(zip(work.params, work.grads, cuts, strict=True)):
+            reason = why_not_native(param, grad, [xs[j] for xs in moments], cut)
+            if reason and grad is not None and group["fused"]:
+                raise RuntimeError(self._cannot_serve(group, work.members[j].tensor, reason))
+            found.append(None if reason or grad is None else geometry_of(param, cut))
+        return found
 
     def _cannot_serve(self, group: dict[str, Any], i: int, reason: str) -> str:
         return (
@@ -216,29 +207,27 @@ class CorrectedOptimizer(BlockMeanOptimizer):
     # ---------------------------------------------------------------- the solve and pass 2
 
     def update_(self, work: BlockStep) -> None:
-        plan: Plan = work.plan
+        rule = self.rule(work.group)
         self._last.pop(work.number, None)
         c = kappa = None
-        if (
-            not plan.by_block
-            and plan.rule.form.corrects
-            and not work.states.keys().isdisjoint(work.layout.component_of)
-        ):
-            c, kappa = (None if x is None else work.in_order_of_members(x) for x in self._solve(work, plan.rule))
-        good = True
-        for part in plan.parts:
-            if isinstance(part.passes, Native) and part.passes.by_block:
-                owners = [member.tensor for member in work.members[: len(part.passes)]]
-                U, energy = own_statistics(work.layout, owners, work.own)
-                good = part.passes.solve_and_apply_(U, energy, plan.columns[:, part.columns])
-                lengths = work.assembled(plan.columns)
-                self._last[work.number] = lengths[2], lengths[3]
-            elif part.corrects:
-                part.passes.apply_(*(None if x is None else x[part.columns] for x in (c, kappa)))
+        alone = any(run.by_block for run in work.runs)
+        if rule.form.rows > 1 and not alone and not work.states.keys().isdisjoint(work.layout.component_of):
+            c, kappa = (None if x is None else work.to_columns(x) for x in self._solve(work, rule))
+        i = j = 0
+        for run in work.runs:
+            tensors, columns = slice(i, i := i + len(run.params)), slice(j, j := j + run.sums.shape[1])
+            if run.by_block:
+                for member, state in zip(work.members[tensors], work.own[tensors], strict=True):
+                    if not state.keys() >= BEGUN:
+                        begin_alone(work.layout, member.tensor, state, rule.initial)
+                run.solve_and_apply_(*([state[name] for state in work.own[tensors]] for name in ("U", "energy")))
+            elif run.rule.form.rows > 1:
+                run.apply_(*(None if x is None else x[columns] for x in (c, kappa)))
             else:
-                part.passes.apply_(None, None)
-        if not good:
-            raise ValueError(_describe_state(work, self._last[work.number][0]))
+                run.apply_(None, None)
+        if alone:
+            _, _, common, change = work.to_blocks(work.columns)
+            self._last[work.number] = common, change
 
     def _solve(self, work: BlockStep, rule: Rule) -> tuple[Tensor | None, Tensor | None]:
         """c and κ, one number each per block, (L,); κ is None if it is 1 everywhere.
@@ -246,7 +235,6 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         Both are None if all eigendecompositions fail: then the step is that of the diagonal method bit by bit.
         """
         form, u = rule.form, work.sums[0]
-        keeps_trace = form.keeps_trace and rule.cap is None  # a cap bounds the whole correction, and so has λ = 1
         names = ["U", "energy"] if form.is_weighted else ["U"]
         if work.group["refresh_every"] > 1 and not work.layout.is_diagonal:  # a diagonal has nothing to decompose
             names += ["root", "root_of"]
@@ -267,15 +255,15 @@ class CorrectedOptimizer(BlockMeanOptimizer):
                 continue
             failed = False
             change[blocks] = times(root, common[blocks])
-            if keeps_trace:
+            if form.keeps_trace:
                 kappa[blocks] = balance(part["U"], own, work.layout.sizes[blocks].to(own, non_blocking=True))
         self._last[work.number] = (common, change)
         if failed:
             return None, None
         c = scale * (change + (1 - kappa) * common)
-        if rule.cap is not None:
+        if form.rows == 6:
             c = capped(c, work.sums[4], work.sums[5], rule.cap)
-        return c, kappa if keeps_trace else None
+        return c, kappa if form.keeps_trace else None
 
     def _root(
         self, work: BlockStep, rule: Rule, component: Component, part: dict[str, Tensor], n: Tensor
@@ -304,41 +292,10 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             part["root"].copy_(root)
         return root
 
-    def matrices(self, step: GroupStep) -> Iterator[tuple[Component, Tensor]]:
-        work: BlockStep = step.work
-        work.group = {**work.group, "correction": True}
+    def matrices(self, work: BlockStep) -> Iterator[tuple[Component, Tensor]]:
         form = self.rule(work.group).form
-        self._sum(step)
-        reduce(step.sums)
-        work.add_shares()
-        if work.states.keys().isdisjoint(work.layout.component_of):
-            return
         n, _ = measures(work, form)
         for component, part in self.statistics(work, ["U", "energy"] if form.is_weighted else ["U"], keep=False):
             own = n[component.blocks]
             own = part["energy"].sqrt() * (own > 0) if form.is_weighted else own
             yield component, normalised(part["U"], own, form.keeps_diagonal)
-
-
-def require_moments(work: BlockStep, names: Sequence[str]) -> None:
-    """Raise unless all moments are there, and as large as their parameters."""
-    for name in names:
-        for x, param, member in zip(work.moments(name), work.params, work.members, strict=True):
-            if x is None or x.shape != param.shape:
-                what = f"{name!r} of {shown_names(work.group)[member.tensor]}"
-                raise ValueError(f"The state {what} is missing or has another shape than its parameter. {ANEW}")
-
-
-def _is_short(cut: TensorBlocks, param: Tensor) -> bool:
-    """Whether blocks lie in one run each, of two entries or more that stay in the cache."""
-    found = geometry_of(param, cut)
-    return found is not None and found[0] == 1 and 1 < found[2] <= CACHED_ENTRIES[kernels.ARITHMETIC[param.dtype]]
-
-
-def _describe_state(work: BlockStep, common: Tensor) -> str:
-    i = int((~common.isfinite()).nonzero()[0])
-    return (
-        f"The state of {work.layout.owners[i]} is not finite, or has been changed so that the sums over block "
-        f"{work.layout.names[i]} overflow. The parameters in such blocks stay as they are, all others took their step. "
-        "Load a checkpoint, or delete the state."
-    )

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from blockmean._checks import require_choice
-from blockmean.blocks import Box, TensorBlocks, first_blocks, named_blocks
+from blockmean._linalg import float64_device
+from blockmean.blocks import TensorBlocks, first_blocks, named_blocks
+from blockmean.optim.sharding import box_of, is_distributed
 
 COUPLINGS = ("all", "module", "none")
 
@@ -37,7 +39,7 @@ class LocalBlocks(NamedTuple):
     tensor: int
     cut: TensorBlocks
     blocks: slice  # among the blocks of the group
-    is_shard: bool
+    is_corrected: bool  # belongs to a component
 
 
 class Layout:
@@ -50,15 +52,13 @@ class Layout:
     def __init__(
         self,
         tensors: Sequence[TensorBlocks],
+        params: Sequence[Tensor],
         partition: str,
         coupling: str,
         owner: str,
         *,
         group: int,
         named: bool,
-        params: Sequence[Tensor] = (),
-        boxes: Sequence[Box | None] = (),
-        outputs: Sequence[int | Tensor] = (),
         leave_plain: bool = False,
         decompositions: float = 0.0,
         max_bytes: int | None = MATRIX_LIMIT,
@@ -67,11 +67,10 @@ class Layout:
         if coupling == "module" and not named:
             raise ValueError(f"{owner}(coupling='module') needs names. Pass model.named_parameters().")
         self.tensors, self.partition, self.coupling = list(tensors), partition, coupling
-        self.group, self.named = group, named  # number of the parameter group in its optimizer
+        self.group = group  # its number in the optimizer
         self.params = list(params)  # that it was last used for
-        self.boxes = list(boxes) or [None] * len(tensors)  # what is local of every tensor; None: all of it
-        self.outputs = list(outputs) or [0] * len(tensors)  # output dim of every tensor
-        self.shapes = [torch.Size(tensor.shape) for tensor in tensors]
+        self.placed = params[0].device if params else torch.device("cpu")
+        self.device = float64_device(self.placed)  # of sums and statistics
         self.is_diagonal = coupling == "none"
         self.cuts = [
             TensorBlocks(tensor.name, tensor.shape, tensor.module) if leave_plain and tensor.is_plain else tensor
@@ -91,7 +90,7 @@ class Layout:
         self.component_of = {i: c for c, component in enumerate(self.components) for i in component.members}
         self._order = [i for i in order if self.counts[i]]
         self.is_shared = len({self.starts[i] for i in self._order}) < len(self._order)
-        self.sharded = [i for i, box in enumerate(self.boxes) if box is not None and self.counts[i]]
+        self.is_sharded = any(is_distributed(params[i]) for i in self._order)
         self._refuse_large(owner, decompositions, max_bytes)
 
     def _grouped(self) -> dict[tuple[str, object], list[int]]:
@@ -126,26 +125,12 @@ class Layout:
         """What this process has of every tensor, in the order of blocks; nothing of those that are empty here."""
         found = []
         for i in self._order:
-            box = self.boxes[i]
+            box = box_of(self.params[i])
             cut, first = (self.cuts[i], 0) if box is None else self.cuts[i].box(box)
             start = self.starts[i] + first
             if cut.count:
-                found.append(LocalBlocks(i, cut, slice(start, start + cut.count), box is not None))
+                found.append(LocalBlocks(i, cut, slice(start, start + cut.count), i in self.component_of))
         return found
-
-    @cached_property
-    def num_corrected(self) -> int:
-        """How many of `local`, the first ones, belong to a component."""
-        return sum(member.tensor in self.component_of for member in self.local)
-
-    @cached_property
-    def longest_run(self) -> float:
-        """Entries of the longest block, if all blocks of contiguous tensors lie in one run each, else infinity.
-
-        Of single entries it is infinity, too.
-        """
-        found = [member.cut.geometry or (0, 0, 0) for member in self.local[: self.num_corrected]]
-        return max((inner if outer == 1 < inner else float("inf") for outer, _, inner in found), default=0)
 
     def place(self, i: int) -> Tensor:
         """How a tensor is cut, the number of its matrix in the optimizer, and its first row there."""
@@ -168,7 +153,7 @@ class Layout:
         for i in self._order:
             together.setdefault(self.starts[i], []).append(self.tensors[i].digest)
         digest = hashlib.sha256(repr(sorted(sorted(group) for group in together.values())).encode()).hexdigest()
-        entries = sum(shape.numel() for shape in self.shapes)
+        entries = sum(tensor.entries for tensor in self.tensors)
         return f"{self.num_blocks} blocks of {entries} entries, sha256 {digest[:16]}"
 
     @cached_property

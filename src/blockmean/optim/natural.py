@@ -36,7 +36,7 @@ from torch.optim.optimizer import ParamsT
 from blockmean._checks import require, require_number
 from blockmean._linalg import NEGLIGIBLE, LinAlgError, damped_solve, in_float64
 from blockmean.blocks import By
-from blockmean.optim.base import GroupStep, arithmetic
+from blockmean.optim.base import NOT_OPTIONS, arithmetic
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep, refuse_fused
 from blockmean.optim.correction import accumulate_, average_, normalised
 from blockmean.optim.layout import Component
@@ -102,22 +102,9 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "damping": damping,
-            "beta": beta,
-            "momentum": momentum,
-            "partition": partition,
-            "coupling": coupling,
-            "adapt_damping": adapt_damping,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "nonfinite": nonfinite,
-            "foreach": foreach,
-            "fused": fused,
-        }
+        options = {name: value for name, value in locals().items() if name not in NOT_OPTIONS}
         self._predicted = 0.0
-        super().__init__(params, defaults)
+        super().__init__(params, options)
 
     def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
         super().check_options(group, ranges=ranges)
@@ -163,12 +150,12 @@ class NaturalGradientBMA(BlockMeanOptimizer):
 
         Summed over shards, rows two and three give the sum of squares without losing digits of the variance.
         """
-        group, columns = work.group, [torch.zeros(4, 0, dtype=torch.float64, device=work.device)]
+        group, columns = work.group, [torch.zeros(4, 0, dtype=torch.float64, device=work.layout.device)]
         buffers = work.moments("momentum_buffer")
         for param, grad, buffer, member in zip(work.params, work.grads, buffers, work.members, strict=True):
             cut = member.cut
             if grad is None:
-                columns.append(torch.zeros(4, cut.count, dtype=torch.float64, device=work.device))
+                columns.append(torch.zeros(4, cut.count, dtype=torch.float64, device=work.layout.device))
                 continue
             g = _signed(param, grad, group)
             u = in_float64(cut.sum(g))
@@ -242,10 +229,9 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             self._predicted += float(group["lr"]) * slope / 2
         return u / sizes, inverse, solved * sizes.rsqrt()
 
-    def matrices(self, step: GroupStep) -> Iterator[tuple[Component, Tensor]]:
-        step.work.sums = torch.zeros(1, 0, dtype=torch.float64, device=step.work.device)
-        for component, part in self.statistics(step.work, STATISTICS, keep=False):
-            yield component, _matrix(step.work.layout.sizes[component.blocks].to(part["U"]), part)
+    def matrices(self, work: BlockStep) -> Iterator[tuple[Component, Tensor]]:
+        for component, part in self.statistics(work, STATISTICS, keep=False):
+            yield component, _matrix(work.layout.sizes[component.blocks].to(part["U"]), part)
 
     def _damped_solve(self, A: Tensor, damping: float, b: Tensor) -> Tensor:
         try:

@@ -1,16 +1,36 @@
-"""The two passes of a step over lists of tensors: block sums, which only read, and the update.
+"""The corrections of AdaGrad-BMA and Adam-BMA as data, and the two passes of a step: block sums, then the update.
 
-Here with torch's `_foreach_*` operations, in `kernels` in C++. The first pass hands over one small array, with a row
-per kind of sum and a column per block:
+Every form multiplies the diagonal step of the entries of block i by κ_i = λ_i^-½ and adds w c_i. c solves one small
+problem between blocks:
+
+    A = U / (n nᵀ)  (its diagonal kept, or set to 1)        c = N [A^-½ − diag κ] N b,   N = diag(scale)
+
+    form         n_i              b_i              w           scale_i    diagonal of A   λ_i
+    none         –                –                –           –          –               –       the diagonal method
+    paper        Σ z              Σ g              z^-½        s_i^-½     1               1       Algorithm 1 as printed
+    consistent   Σ z              Σ z^-½ g         z^-½        s_i^-½     1               1       Z^-½ F^-½ Z^-½
+    weighted     √(Σ_τ Σ g²)      Σ ζ z^-½ m̂       ζ z^-½      ‖ζ^i‖⁻¹    kept            1       weighted block mean
+    balanced     √(Σ_τ Σ g²)      Σ ζ z^-½ m̂       ζ z^-½      ‖ζ^i‖⁻¹    kept            below   the same, trace kept
+    capped       √(Σ_τ Σ g²)      Σ ζ z^-½ m̂       ζ z^-½      ‖ζ^i‖⁻¹    kept            1       weighted, c bounded
+
+ζ is the root of the accumulated squares, and z is the same with ε. For weighted forms, U and the squares inside n come
+from the same steps, so A is correct even if the accumulator has a longer history than U. "balanced" uses
+λ_i = (s_i − A_ii) / (s_i − 1) from Proposition 1 (A_ii at least 1, λ_i at least `SMALLEST_LAMBDA`): the rest of a block
+gains what its mean loses. A cap bounds the whole correction, so "capped" has λ = 1.
+
+Both passes are here with torch's `_foreach_*` operations, in `kernels` in C++. The first one only reads, and hands over
+one small array, with a row per kind of sum and a column per block:
 
     rows of "paper"        u = Σ g,  Σ z
     rows of "consistent"   u,  Σ z,  Σ w g
-    rows of "weighted"     u,  Σ g²,  Σ ζ²,  Σ w m̂,   and with a cap the squared lengths of the diagonal step and of w
+    rows of "weighted"     u,  Σ g²,  Σ ζ²,  Σ w m̂     and of "balanced"
+    rows of "capped"       the same, and the squared lengths of the diagonal step and of w
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,54 +39,88 @@ from torch import Tensor
 from blockmean._linalg import in_float64
 from blockmean.blocks import TensorBlocks, spread_blocks, sum_blocks
 from blockmean.optim.base import arithmetic
-from blockmean.optim.forms import Rule
+
+
+class Form(NamedTuple):
+    """One correction: a row of the table above."""
+
+    rows: int  # sums that pass 1 computes; 1: none but Σ g, no correction
+    is_weighted: bool = False  # weights entries by their own scale ζ, blocks by the squares of their gradients
+    takes_raw_sums: bool = False  # b is Σ g, although the algorithm has already scaled the gradient
+    keeps_diagonal: bool = False
+    keeps_trace: bool = False  # uses λ of Proposition 1 instead of 1
+    floor: float = 1.0  # default for the smallest eigenvalue of A
+
+
+FORMS = {
+    "none": Form(1),
+    "paper": Form(2, takes_raw_sums=True, floor=0.1),
+    "consistent": Form(3, floor=0.1),
+    "weighted": Form(4, is_weighted=True, keeps_diagonal=True),
+    "balanced": Form(4, is_weighted=True, keeps_diagonal=True, keeps_trace=True),
+    "capped": Form(6, is_weighted=True, keeps_diagonal=True),
+}
+
+SMALLEST_LAMBDA = 0.1
+"""If a block's gradient is nearly all mean, little is known about the rest: its step grows by 1/√0.1 at most."""
+
+
+class Rule(NamedTuple):
+    """All that a step needs to know about a method. State accumulates gradients as AdaGrad's sums or Adam's averages:
+
+        AdaGrad   m = g                       r ← r + g²                    ζ = √r    z = √(r + ε)
+        Adam      m ← β₁ m + (1 − β₁) g       r ← β₂ r + (1 − β₂) g²        ζ = √r̂    z = ζ + ε       m̂, r̂ unbiased
+
+    AdaGrad adds weight decay to the gradient; Adam subtracts it from the parameters.
+    """
+
+    form: Form
+    betas: tuple[float, float] | None  # None: AdaGrad
+    eps: float
+    weight_decay: float
+    maximize: bool
+    lr: float
+    lr_decay: float = 0.0
+    initial: float = 0.0  # accumulators start at aI
+    floor: float = 1.0  # smallest eigenvalue of A
+    cap: float = 0.0  # "capped": longest correction of a block, as a multiple of its diagonal step
+
+    def numbers(self, step: int) -> tuple[float, float, float]:
+        """Of a step: m̂ / m, r̂ / r, and the learning rate, which is η / (1 + (t − 1) decay) for AdaGrad."""
+        if self.betas is None:
+            return 1.0, 1.0, self.lr / (1 + (step - 1) * self.lr_decay)
+        if step == 0:  # no gradient yet: m and r are 0
+            return 1.0, 1.0, self.lr
+        return 1 / (1 - self.betas[0] ** step), 1 / (1 - self.betas[1] ** step), self.lr
+
 
 MOST_ENTRIES = {"cpu": 2**18}
 """Entries that are processed at a time, which bounds temporary lists, and keeps them in the cache of a processor."""
 
 
-class Tensors(NamedTuple):
-    """The input of both passes: the tensors that take part in a step, as parallel lists."""
+@dataclass
+class Run:
+    """Tensors of one dtype and one number of steps, all with a gradient or all without, as parallel lists."""
 
+    rule: Rule
+    step: int  # this one included
     params: list[Tensor]
     grads: list[Any]  # None: no gradient; the entries only contribute to the scale of a shared block
     first: list[Tensor]  # first moments; empty if there are none: the gradient itself
     second: list[Tensor]  # second moments: sums or averages of squares
-    steps: list[int]  # this step included
     cuts: list[TensorBlocks]
-
-    def part(self, run: slice) -> Tensors:
-        """A slice of all lists."""
-        lists: Any = (values[run] for values in self)
-        return Tensors(*lists)
-
-    def parts(self) -> Iterator[Tensors]:
-        """Runs of tensors of one dtype, all with a gradient or all without, with at most `MOST_ENTRIES` entries."""
-        start = size = 0
-        for i, param in enumerate(self.params):
-            most = MOST_ENTRIES.get(param.device.type, 2**22)
-            same = param.dtype == self.params[start].dtype and (self.grads[i] is None) == (self.grads[start] is None)
-            if i > start and (size + param.numel() > most or not same):
-                yield self.part(slice(start, i))
-                start, size = i, 0
-            size += param.numel()
-        if self.params:
-            yield self.part(slice(start, None))
+    sums: Tensor  # (rows, blocks of all tensors in order) float64, which pass 1 fills in
+    shapes: list[Any]  # (outer, blocks, inner) as tensors lie in memory; None for those that no kernel serves
+    by_block: bool = False  # kernels only: pass 2 solves each block for itself, and pass 1 stops at u and Σ g²
 
 
-class Foreach:
-    """Both passes over one list of tensors."""
+class Foreach(Run):
+    """Both passes over a run with torch's operations."""
 
-    def __init__(self, rule: Rule, tensors: Tensors) -> None:
-        self.rule, self.tensors = rule, tensors
-
-    def block_sums(self, out: Tensor) -> bool:
-        """Pass 1: the rows listed above, for the blocks of all tensors in order, in float64.
-
-        Returns whether they are known to be finite: nobody has looked yet.
-        """
-        sums = torch.cat([_block_sums(self.rule, part) for part in self.tensors.parts()], 1)
-        out[: len(sums)] = sums
+    def block_sums(self) -> bool:
+        """Pass 1: fill in the sums. Returns whether they are known to be finite: nobody has looked yet."""
+        found = _block_sums(self)
+        self.sums[: len(found)] = found
         return False
 
     def apply_(self, c: Tensor | None, kappa: Tensor | None) -> None:
@@ -74,34 +128,21 @@ class Foreach:
 
         c and κ are one number per block, those of all tensors concatenated; None stands for c = 0 and κ = 1.
         """
-        start = 0
-        for part in self.tensors.parts():
-            counts = [cut.count for cut in part.cuts]
-            own = slice(start, start := start + sum(counts))
-            if part.grads[0] is not None:
-                _apply_(self.rule, part, *(None if x is None else list(x[own].split(counts)) for x in (c, kappa)))
+        counts = [cut.count for cut in self.cuts]
+        if self.grads[0] is not None:
+            _apply_(self, *(None if x is None else list(x.split(counts)) for x in (c, kappa)))
 
 
-def rows_of(rule: Rule) -> int:
-    """The number of rows of sums that a rule needs."""
-    form = rule.form
-    if not form.corrects:
-        return 1
-    if form.is_weighted:
-        return 4 if rule.cap is None else 6
-    return 2 if form.takes_raw_sums else 3
-
-
-def debiased(rule: Rule, step: int) -> tuple[float, float]:
-    """The factors m̂ / m and r̂ / r."""
-    if rule.betas is None or step == 0:
-        return 1.0, 1.0
-    return 1 / (1 - rule.betas[0] ** step), 1 / (1 - rule.betas[1] ** step)
-
-
-def rate_of(rule: Rule, step: int) -> float:
-    """AdaGrad's learning rate η / (1 + (t − 1) decay), which is η without decay."""
-    return rule.lr / (1 + (step - 1) * rule.lr_decay)
+def alike(keys: Sequence[Any], sizes: Sequence[float], most: float) -> Iterator[slice]:
+    """Cut a list into runs of equal keys. Sizes in a run of several add up to `most` at the most."""
+    start, total = 0, 0.0
+    for i, size in enumerate(sizes):
+        if i > start and (keys[i] != keys[start] or total + size > most):
+            yield slice(start, i)
+            start, total = i, 0.0
+        total += size
+    if sizes:
+        yield slice(start, len(sizes))
 
 
 def move_(param: Tensor, delta: Tensor, rate: float) -> None:
@@ -112,108 +153,97 @@ def move_(param: Tensor, delta: Tensor, rate: float) -> None:
         param.copy_(param.to(delta.dtype).add_(delta, alpha=-rate))
 
 
-def effective_grads(rule: Rule, part: Tensors) -> list[Tensor]:
+def effective_grads(run: Run) -> list[Tensor]:
     """Gradients after sign and weight decay, in the dtype of the arithmetic; never those of the parameters themselves
     where they change."""
-    dtype = arithmetic(part.params[0].dtype)
-    g = [grad.to(dtype) for grad in part.grads]
+    rule, dtype = run.rule, arithmetic(run.params[0].dtype)
+    g = [grad.to(dtype) for grad in run.grads]
     if rule.maximize:
         g = list(torch._foreach_neg(g))
     if rule.weight_decay and rule.betas is None:
-        g = list(torch._foreach_add(g, [param.to(dtype) for param in part.params], alpha=rule.weight_decay))
+        g = list(torch._foreach_add(g, [param.to(dtype) for param in run.params], alpha=rule.weight_decay))
     return g
 
 
-def _block_sums(rule: Rule, part: Tensors) -> Tensor:
+def _block_sums(run: Run) -> Tensor:
     """(rows, blocks). Tensors without a gradient add to the sums of scales only, and their moments stay as they are."""
 
     def summed(values: Any) -> Tensor:
-        return in_float64(sum_blocks(part.cuts, values))
+        return in_float64(sum_blocks(run.cuts, values))
 
-    has_gradient = part.grads[0] is not None
-    nothing = in_float64(part.second[0].new_zeros(sum(cut.count for cut in part.cuts)))
-    r: Any = part.second
+    rule, has_gradient = run.rule, run.grads[0] is not None
+    nothing = in_float64(run.second[0].new_zeros(sum(cut.count for cut in run.cuts)))
+    r: Any = run.second
     if has_gradient:
-        g: Any = effective_grads(rule, part)
+        g: Any = effective_grads(run)
         rows = [summed(g)]
     else:
         rows = [nothing]
-    if not rule.form.corrects:
+    if rule.form.rows == 1:
         return torch.stack(rows)
     if has_gradient and rule.betas is None:
         m = g
         r = torch._foreach_addcmul(r, g, g)
     elif has_gradient and rule.betas is not None:
-        m = torch._foreach_lerp(part.first, g, 1 - rule.betas[0])
+        m = torch._foreach_lerp(run.first, g, 1 - rule.betas[0])
         r = torch._foreach_mul(r, rule.betas[1])
         torch._foreach_addcmul_(r, g, g, 1 - rule.betas[1])
-    gains = [debiased(rule, step) for step in part.steps]
-    zeta, z = _scales(rule, r, [gain_r for _, gain_r in gains])
+    gain, gain_r, _ = rule.numbers(run.step)
+    zeta, z = _scales(rule, r, gain_r)
     scale = summed(r) if rule.form.is_weighted else summed(z)
     _mask_(rule, z)
     if rule.form.takes_raw_sums:
         return torch.stack([*rows, scale])
-    if rule.cap is not None and has_gradient:
+    if rule.form.rows == 6 and has_gradient:
         length = torch._foreach_div(m, z)
         torch._foreach_mul_(length, length)
     w = _weights(zeta, z)
     b = summed(torch._foreach_mul(w, m)) if has_gradient else nothing
     if not rule.form.is_weighted:
         return torch.stack([*rows, scale, b])
-    gain, gain_r = (_per_block(column, part, scale) for column in zip(*gains, strict=True))
     rows += [summed(torch._foreach_mul(g, g)) if has_gradient else nothing, scale * gain_r, b * gain]
-    if rule.cap is not None:
+    if rule.form.rows == 6:
         torch._foreach_mul_(w, w)
         rows += [summed(length) * gain * gain if has_gradient else nothing, summed(w)]
     return torch.stack(rows)
 
 
-def _per_block(values: tuple[float, ...], part: Tensors, like: Tensor) -> float | Tensor:
-    """One number per tensor, repeated for each of its blocks; a float in the usual case that all are equal."""
-    if all(value == values[0] for value in values):  # a set would make a traced step count a constant
-        return values[0]
-    counts = torch.tensor([cut.count for cut in part.cuts])
-    return torch.tensor(values, dtype=like.dtype).repeat_interleave(counts).to(like.device, non_blocking=True)
-
-
-def _apply_(rule: Rule, part: Tensors, c: list[Tensor] | None, kappa: list[Tensor] | None) -> None:
-    g = effective_grads(rule, part)
-    r = part.second
+def _apply_(run: Run, c: list[Tensor] | None, kappa: list[Tensor] | None) -> None:
+    rule, g, r = run.rule, effective_grads(run), run.second
     if rule.betas is None:
         m = g
         torch._foreach_addcmul_(r, g, g)
     else:
-        m = part.first
+        m = run.first
         torch._foreach_lerp_(m, g, 1 - rule.betas[0])
         torch._foreach_mul_(r, rule.betas[1])
         torch._foreach_addcmul_(r, g, g, 1 - rule.betas[1])
-    gains = [debiased(rule, step) for step in part.steps]
-    zeta, z = _scales(rule, r, [gain_r for _, gain_r in gains])
+    gain, gain_r, rate = rule.numbers(run.step)
+    zeta, z = _scales(rule, r, gain_r)
     _mask_(rule, z)
     delta = torch._foreach_div(m, z)
-    if rule.betas is not None:
-        torch._foreach_mul_(delta, [gain for gain, _ in gains])
+    torch._foreach_mul_(delta, gain)
     if kappa is not None:
-        torch._foreach_mul_(delta, spread_blocks(part.cuts, kappa, g[0]))
+        torch._foreach_mul_(delta, spread_blocks(run.cuts, kappa, g[0]))
     if c is not None:
-        torch._foreach_addcmul_(delta, _weights(zeta, z), spread_blocks(part.cuts, c, g[0]))
+        torch._foreach_addcmul_(delta, _weights(zeta, z), spread_blocks(run.cuts, c, g[0]))
     if rule.weight_decay and rule.betas is not None:
-        torch._foreach_add_(delta, part.params, alpha=rule.weight_decay)
-    torch._foreach_mul_(delta, [-rate_of(rule, step) for step in part.steps])
-    if part.params[0].dtype == delta[0].dtype:
-        torch._foreach_add_(part.params, delta)
+        torch._foreach_add_(delta, run.params, alpha=rule.weight_decay)
+    torch._foreach_mul_(delta, -rate)
+    if run.params[0].dtype == delta[0].dtype:
+        torch._foreach_add_(run.params, delta)
     else:  # rounded once
-        torch._foreach_copy_(part.params, torch._foreach_add([p.to(g[0].dtype) for p in part.params], delta))
+        torch._foreach_copy_(run.params, torch._foreach_add([p.to(g[0].dtype) for p in run.params], delta))
 
 
-def _scales(rule: Rule, r: Any, gains_r: list[float]) -> tuple[Any, Any]:
+def _scales(rule: Rule, r: Any, gain_r: float) -> tuple[Any, Any]:
     """ζ, if the form needs it or it is free, and z."""
     if rule.betas is None:
         z = torch._foreach_add(r, rule.eps)
         torch._foreach_sqrt_(z)
         return (torch._foreach_sqrt(r) if rule.form.is_weighted else None), z
     zeta = torch._foreach_sqrt(r)
-    torch._foreach_mul_(zeta, [gain**0.5 for gain in gains_r])
+    torch._foreach_mul_(zeta, gain_r**0.5)
     return zeta, torch._foreach_add(zeta, rule.eps)
 
 

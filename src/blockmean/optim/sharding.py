@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-PLAIN = (Tensor, nn.Parameter)
+PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def is_distributed(x: Tensor) -> TypeGuard[DTensor]:

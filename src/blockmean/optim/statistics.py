@@ -39,7 +39,6 @@ def statistics(
     known: Mapping[int, State],
     states: Mapping[int, State],
     names: Sequence[str],
-    like: Tensor,
     initial: float = 0.0,
     keep: bool = True,
 ) -> Iterator[tuple[Component, dict[str, Tensor]]]:
@@ -52,9 +51,9 @@ def statistics(
         keep: whether anything is to be stored. What is not named is not kept up, and is dropped.
     """
     begun = {"blocks", *names}.difference(OPTIONAL)
-    for component in taking_part(layout, states, like.device):
+    for component in taking_part(layout, states):
         held = {i: known[i] for i in component.members if begun <= known.get(i, {}).keys()}
-        gathered = gather(layout, component, names, held, initial, like)
+        gathered = gather(layout, component, names, held, initial)
         yield component, gathered
         if keep:
             scatter(layout, component, gathered, held, states)
@@ -63,7 +62,7 @@ def statistics(
                     del state[name]
 
 
-def taking_part(layout: Layout, states: Collection[int], device: torch.device) -> Iterator[Component]:
+def taking_part(layout: Layout, states: Collection[int]) -> Iterator[Component]:
     """Every component with a tensor in `states`; with coupling "none" they are merged into one."""
     active = [component for component in layout.components if any(i in states for i in component.members)]
     if not layout.is_diagonal or len(active) < 2:
@@ -71,7 +70,7 @@ def taking_part(layout: Layout, states: Collection[int], device: torch.device) -
         return
     blocks: Any = slice(active[0].blocks.start, active[-1].blocks.stop)
     if len(active) < len(layout.components):
-        blocks = torch.cat([torch.arange(c.blocks.start, c.blocks.stop, device=device) for c in active])
+        blocks = torch.cat([torch.arange(c.blocks.start, c.blocks.stop, device=layout.device) for c in active])
     yield Component("none", [i for component in active for i in component.members], blocks)
 
 
@@ -81,7 +80,6 @@ def gather(
     names: Sequence[str],
     held: Mapping[int, State],
     initial: float,
-    like: Tensor,
 ) -> dict[str, Tensor]:
     """The named statistics of a component, assembled from the rows in `held` into new tensors."""
     holders = {layout.starts[i]: i for i in component.members}
@@ -91,7 +89,7 @@ def gather(
     for name in names:
         kind = KINDS[name]
         wide = (count,) if kind == "matrix" and not layout.is_diagonal else ()
-        dtype, device = (torch.bool, "cpu") if kind == "mask" else (like.dtype, like.device)
+        dtype, device = (torch.bool, "cpu") if kind == "mask" else (torch.float64, layout.device)
         rows = [
             held[i][name]
             if name in held.get(i, ())
@@ -106,7 +104,7 @@ def gather(
                 values[..., new] = 0  # if a row is missing, drop its column too
                 if initial and name in ("U", "energy"):
                     diagonal = values if values.ndim == 1 else values.diagonal()
-                    diagonal[new] = initial * layout.sizes[start : start + layout.counts[i]].to(like)
+                    diagonal[new] = initial * layout.sizes[start : start + layout.counts[i]].to(diagonal)
     return gathered
 
 
@@ -131,16 +129,11 @@ def scatter(
         taking[i]["blocks"] = layout.place(i)
 
 
-def own_statistics(
-    layout: Layout, tensors: Sequence[int], states: Sequence[State]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """U and the energy of tensors whose blocks are coupled with none, which begin at 0 if they are missing."""
-    for i, state in zip(tensors, states, strict=False):
-        if "U" not in state or "energy" not in state or "blocks" not in state:
-            zeros = torch.zeros(2, layout.counts[i], dtype=torch.float64, device="cpu")
-            state.update(U=zeros[0].clone(), energy=zeros[1].clone(), blocks=layout.place(i))
-    own = states[: len(tensors)]
-    return [state["U"] for state in own], [state["energy"] for state in own]
+def begin_alone(layout: Layout, i: int, state: State, initial: float) -> None:
+    """Start U and the energy of a tensor whose blocks are coupled with none."""
+    start = layout.starts[i]
+    energy = initial * layout.sizes[start : start + layout.counts[i]].double()
+    state.update(U=energy.clone(), energy=energy, blocks=layout.place(i))
 
 
 def check_places(layout: Layout, states: Mapping[int, State], names: Sequence[str], remedy: str) -> None:

@@ -10,58 +10,41 @@ from __future__ import annotations
 import ctypes
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from blockmean.blocks import TensorBlocks, geometry, memory_order
-from blockmean.optim.forms import SMALLEST_LAMBDA, Rule
-from blockmean.optim.passes import Tensors, debiased, rate_of
+from blockmean.blocks import Geometry, TensorBlocks, geometry, memory_order
+from blockmean.optim.base import arithmetic
+from blockmean.optim.passes import SMALLEST_LAMBDA, Run
+from blockmean.optim.sharding import PLAIN
 
 
 class CTensors(ctypes.Structure):
     """`struct Tensors` of passes.hpp: a column per field."""
 
-    _fields_ = (
-        ("count", ctypes.c_int64),
-        ("param", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("first", ctypes.c_void_p),
-        ("second", ctypes.c_void_p),
-        ("outer", ctypes.c_void_p),
-        ("blocks", ctypes.c_void_p),
-        ("inner", ctypes.c_void_p),
-        ("dtype", ctypes.c_void_p),
-        ("gain", ctypes.c_void_p),
-        ("gain_r", ctypes.c_void_p),
-        ("rate", ctypes.c_void_p),
-    )
+    _fields_ = (("count", ctypes.c_int64), *zip(("param", "grad", "first", "second", "shape"), repeat(ctypes.c_void_p)))
 
 
 class CRule(ctypes.Structure):
     """`struct Rule` of passes.hpp."""
 
     _fields_ = (
-        ("sums", ctypes.c_int64),
-        ("adam", ctypes.c_int64),
-        ("beta1", ctypes.c_double),
-        ("beta2", ctypes.c_double),
-        ("eps", ctypes.c_double),
-        ("weight_decay", ctypes.c_double),
-        ("sign", ctypes.c_double),
-        ("floor", ctypes.c_double),
-        ("smallest_lambda", ctypes.c_double),
+        *zip(("sums", "adam", "dtype"), repeat(ctypes.c_int64)),
+        *zip(("beta1", "beta2", "eps", "weight_decay", "sign", "floor", "smallest_lambda"), repeat(ctypes.c_double)),
+        *zip(("gain", "gain_r", "rate"), repeat(ctypes.c_double)),
     )
 
 
-GRADIENT, SQUARES, PAPER, CONSISTENT, WEIGHTED, CAPPED = range(6)  # `enum Sums`
+SQUARES, SUMS = 1, {1: 0, 2: 2, 3: 3, 4: 4, 6: 5}  # `enum Sums`, by the rows of a form
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # `enum Dtype`
-ARITHMETIC = {dtype: torch.promote_types(dtype, torch.float32) for dtype in DTYPES}
-CACHED_ENTRIES = {torch.float32: 2**14, torch.float64: 2**13}  # CACHED_BYTES
-PLAIN = {Tensor, nn.Parameter}
+CACHED_BYTES = 2**16  # longest block that is solved for itself, in the dtype of the arithmetic
 
 MISSING = "blockmean was installed without its kernels. Install a C++ compiler (gcc or clang), then blockmean again"
 
@@ -110,31 +93,32 @@ def instructions(wanted: str | None = None) -> str | None:
 # -------------------------------------------------------------------- which tensors
 
 
-def serve_all(tensors: Tensors) -> bool:
+def serve_all(params: list[Tensor], grads: list[Any], moments: list[Any], cuts: list[TensorBlocks]) -> bool:
     """Whether the kernels serve all of these, contiguous each and of one dtype: a short way to ask of a long list."""
-    params, grads, moments = tensors.params, tensors.grads, [*tensors.first, *tensors.second]
     every = [*params, *grads, *moments]
-    entries = [cut.entries for cut in tensors.cuts]
     return (
-        bool(params)
+        _library is not None
+        and params[0].dtype in DTYPES
         and PLAIN.issuperset(map(type, every))
         and all(map(attrgetter("is_cpu"), every))
         and all(map(Tensor.is_contiguous, every))
         and set(map(attrgetter("dtype"), [*params, *grads])) == {params[0].dtype}
-        and set(map(attrgetter("dtype"), moments)) == {ARITHMETIC.get(params[0].dtype)}
-        and list(map(Tensor.numel, every)) == entries * (len(every) // len(entries))
+        and set(map(attrgetter("dtype"), moments)) == {arithmetic(params[0].dtype)}
+        and list(map(Tensor.numel, every)) == [cut.entries for cut in cuts] * (len(every) // len(cuts))
         and not any(map(Tensor.is_neg, grads))
         and all(map(Tensor.data_ptr, grads))
-        and all(cut.geometry for cut in tensors.cuts)
+        and all(cut.geometry for cut in cuts)
     )
 
 
 def why_not_native(param: Tensor, grad: Tensor | None, moments: Sequence[Tensor], cut: TensorBlocks) -> str | None:
     """Why the kernels cannot serve a tensor, to complete a sentence about it; None if they can."""
+    if _library is None:
+        return "has no kernels"
     if param.dtype not in DTYPES:
         return f"is {str(param.dtype).removeprefix('torch.')}"
     gradients = [] if grad is None else [("has a gradient that", grad, param.dtype)]
-    states = [("has state that", moment, ARITHMETIC[param.dtype]) for moment in moments]
+    states = [("has state that", moment, arithmetic(param.dtype)) for moment in moments]
     for what, x, expected in [("", param, param.dtype), *gradients, *states]:
         if type(x) not in PLAIN:
             found = f"is a {type(x).__name__}"
@@ -161,7 +145,7 @@ def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bo
     return a == b or all(x == y for size, x, y in zip(shape, a, b, strict=True) if size > 1)
 
 
-def geometry_of(param: Tensor, cut: TensorBlocks) -> tuple[int, int, int] | None:
+def geometry_of(param: Tensor, cut: TensorBlocks) -> Geometry | None:
     """(outer, blocks, inner) of a parameter as it lies in memory."""
     return cut.geometry if param.is_contiguous() else geometry(cut.shape, param.stride(), cut.dims)
 
@@ -169,60 +153,41 @@ def geometry_of(param: Tensor, cut: TensorBlocks) -> tuple[int, int, int] | None
 # -------------------------------------------------------------------- both passes
 
 
-class Native:
-    """Both passes over one list of tensors, which have been examined.
+@dataclass
+class Native(Run):
+    """Both passes over a run in C++. Its tensors have been examined."""
 
-    Args:
-        by_block: whether pass 2 takes the solve with it, each block for itself; then pass 1 stops at u and Σ g².
-    """
-
-    def __init__(self, rule: Rule, tensors: Tensors, *, by_block: bool = False) -> None:
-        self.by_block = by_block
-        betas = rule.betas or (0.0, 0.0)
-        if not rule.form.corrects:
-            sums = GRADIENT
-        elif rule.form.is_weighted:
-            sums = SQUARES if by_block else WEIGHTED if rule.cap is None else CAPPED
-        else:
-            sums = PAPER if rule.form.takes_raw_sums else CONSISTENT
-        decay, sign = rule.weight_decay, -1.0 if rule.maximize else 1.0
-        self._rule = CRule(sums, rule.betas is not None, *betas, rule.eps, decay, sign, rule.floor, SMALLEST_LAMBDA)
-        count = len(tensors.params)
-        numbers = {step: (*debiased(rule, step), rate_of(rule, step)) for step in set(tensors.steps)}
-        one = [*numbers.values()] * count if len(numbers) == 1 else [numbers[step] for step in tensors.steps]
-        shapes = [geometry_of(param, cut) for param, cut in zip(tensors.params, tensors.cuts, strict=True)]
-        self._params = tensors.params
-        self._columns = [  # alive as long as their addresses
-            *map(pointers, (tensors.params, tensors.grads, tensors.first, tensors.second)),
-            *(array("q", xs) for xs in zip(*shapes, strict=True)),
-            array("q", [DTYPES[param.dtype] for param in tensors.params]),
-            *(array("d", xs) for xs in zip(*one, strict=True)),
-        ]
+    def __post_init__(self) -> None:
+        rule, betas = self.rule, self.rule.betas or (0.0, 0.0)
+        sums = SQUARES if self.by_block else SUMS[rule.form.rows]
+        self._rule = CRule(
+            *(sums, rule.betas is not None, DTYPES[self.params[0].dtype], *betas, rule.eps, rule.weight_decay),
+            *(-1.0 if rule.maximize else 1.0, rule.floor, SMALLEST_LAMBDA, *rule.numbers(self.step)),
+        )
+        columns = [array("q", map(Tensor.data_ptr, xs)) for xs in (self.params, self.grads, self.first, self.second)]
+        self._columns = [*columns, array("q", chain.from_iterable(self.shapes))]  # alive as long as their addresses
         addresses = [column.buffer_info()[0] if column else None for column in self._columns]
-        self._tensors = CTensors(count, *addresses)
+        self._tensors = CTensors(len(self.params), *addresses)
 
-    def __len__(self) -> int:
-        return len(self._params)
-
-    def block_sums(self, out: Tensor) -> bool:
-        """Pass 1: the rows of passes.py for the blocks of all tensors in order, in float64. Whether they are finite."""
-        return self._call("sums", out.data_ptr(), out.stride(0))
+    def block_sums(self) -> bool:
+        """Pass 1: fill in the sums. Returns whether they are finite."""
+        return self._call("sums", self.sums.data_ptr(), self.sums.stride(0))
 
     def apply_(self, c: Tensor | None, kappa: Tensor | None) -> None:
         """Pass 2: update moments and parameters. None stands for c = 0 and κ = 1."""
         self._call("apply", None if c is None else c.data_ptr(), None if kappa is None else kappa.data_ptr())
-        torch.autograd.graph.increment_version(self._params)  # so that a stale graph is noticed
+        torch.autograd.graph.increment_version(self.params)  # so that a stale graph is noticed
 
-    def solve_and_apply_(self, U: Sequence[Tensor], energy: Sequence[Tensor], out: Tensor) -> bool:
+    def solve_and_apply_(self, U: Sequence[Tensor], energy: Sequence[Tensor]) -> None:
         """The rest of the sums, the solve and pass 2, block by block, while a block is in the cache.
 
-        U and the energy are those of every tensor's blocks; `out` is that of pass 1, and gets two more rows. False if a
-        sum is not finite, which moments that somebody has changed can do. The parameters of that block stay.
+        U and the energy are those of every tensor's blocks. Rows 2 and 3 of the sums become the length of the
+        uncorrected step along what a block shares, and its change.
         """
-        columns = pointers(U), pointers(energy)
-        good = self._call("solve_and_apply", *(x.buffer_info()[0] for x in columns), out.data_ptr(), out.stride(0))
-        torch.autograd.graph.increment_version(self._params)
-        return good
+        columns = [array("q", map(Tensor.data_ptr, xs)) for xs in (U, energy)]
+        addresses = [column.buffer_info()[0] for column in columns]
+        self._call("solve_and_apply", *addresses, self.sums.data_ptr(), self.sums.stride(0))
+        torch.autograd.graph.increment_version(self.params)
 
     def _call(self, name: str, *arguments: int | None) -> bool:
         function = getattr(_library, f"blockmean_{name}")
@@ -231,8 +196,3 @@ class Native:
         if result < 0:
             raise MemoryError("The kernels of blockmean found no memory for their tasks.")
         return bool(result)
-
-
-def pointers(tensors: Iterable[Tensor]) -> array[int]:
-    """Their addresses."""
-    return array("q", map(Tensor.data_ptr, tensors))

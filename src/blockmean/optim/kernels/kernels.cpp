@@ -48,8 +48,8 @@ template <class T, bool ADAM> struct Entry {
     INLINE V all(double x) { return fill<V>(A(x)); }
 
     ALWAYS Entry(const Rule& rule, const Tensor& tensor)
-        : spread(__builtin_sqrt(tensor.gain_r)), decay1(all(1 - rule.beta1)), decay2(all(1 - rule.beta2)),
-          eps(all(rule.eps / spread)), weight_decay(all(rule.weight_decay)), shrink(all(-tensor.rate * rule.weight_decay)),
+        : spread(__builtin_sqrt(rule.gain_r)), decay1(all(1 - rule.beta1)), decay2(all(1 - rule.beta2)),
+          eps(all(rule.eps / spread)), weight_decay(all(rule.weight_decay)), shrink(all(-rule.rate * rule.weight_decay)),
           flip(bits<M>(all(rule.sign < 0 ? -0.0 : 0.0))), careful(rule.eps / spread < SMALLEST<A>),
           decays(rule.weight_decay != 0), param(reinterpret_cast<T*>(tensor.param)),
           grad(reinterpret_cast<const T*>(tensor.grad)), first(reinterpret_cast<A*>(tensor.first)),
@@ -148,10 +148,10 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
     }
 
     // What is the same for all entries of a tensor: debiasing, r̂ and m̂ instead of r and m, and the 2 of `roots`.
-    INLINE double factor(const E& e, const Tensor& tensor, int k) {
+    INLINE double factor(const E& e, const Rule& rule, int k) {
         if (SUMS < WEIGHTED) return k == 2 ? 0.5 : 1;
-        const double step = tensor.gain / e.spread / 4;
-        return k == 2 ? tensor.gain_r : k == 3 ? tensor.gain * __builtin_sqrt(e.spread) / 2
+        const double step = rule.gain / e.spread / 4;
+        return k == 2 ? rule.gain_r : k == 3 ? rule.gain * __builtin_sqrt(e.spread) / 2
              : k == 4 ? step * step : k == 5 ? e.spread / 4 : 1;
     }
 
@@ -193,12 +193,12 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
                     V x[R];
                     n == W ? contribute<false>(e, first, n, x) : contribute<true>(e, first, n, x);
                     for (int k = 0; k < R; ++k)
-                        for (int l = 0; l < n; ++l) add(at[k * task.stride + l], double(x[k][l]) * factor(e, tensor, k), o);
+                        for (int l = 0; l < n; ++l) add(at[k * task.stride + l], double(x[k][l]) * factor(e, rule, k), o);
                     at += n;
                 } else {
                     Total<A> totals[R];
                     for (int64_t i = first, end = first + (left < step ? left : step); i < end;) chunk(e, i, end, totals);
-                    for (int k = 0; k < R; ++k) add(at[k * task.stride], totals[k].sum() * factor(e, tensor, k), o);
+                    for (int k = 0; k < R; ++k) add(at[k * task.stride], totals[k].sum() * factor(e, rule, k), o);
                     at += 1;
                 }
             }
@@ -245,9 +245,9 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
     }
 
     // What the numbers of blocks are multiplied by: −η, what debiasing leaves, and the inverse of the 2 of `roots`.
-    INLINE double of_c(const E& e, const Tensor& tensor) { return -tensor.rate * __builtin_sqrt(e.spread) / 2; }
-    INLINE double of_kappa(const E& e, const Tensor& tensor) {
-        return -tensor.rate * tensor.gain / e.spread / (SUMS == GRADIENT ? 1 : 4);
+    INLINE double of_c(const E& e, const Rule& rule) { return -rule.rate * __builtin_sqrt(e.spread) / 2; }
+    INLINE double of_kappa(const E& e, const Rule& rule) {
+        return -rule.rate * rule.gain / e.spread / (SUMS == GRADIENT ? 1 : 4);
     }
 
     INLINE V gather(const double* values, int n, double other, double factor) {
@@ -260,7 +260,7 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
         const Tensor& tensor = *task.tensor;
         E e(rule, tensor);
         const int64_t row = tensor.blocks * tensor.inner;
-        const double for_c = of_c(e, tensor), for_kappa = of_kappa(e, tensor);
+        const double for_c = of_c(e, rule), for_kappa = of_kappa(e, rule);
         for (int64_t o = 0; o < tensor.outer; ++o) {
             if (SUMS == GRADIENT) {  // blocks play no part
                 walk(e, o * row + task.begin, o * row + task.end, V{}, E::all(for_kappa));
@@ -284,9 +284,9 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
 
 // What is left of the sums, the solve and the update, block by block, while a block is in the cache. The solve is that of
 // correction.py for blocks that are not coupled.
-template <class T> struct ByBlock {
-    typedef Pass1<T, true, WEIGHTED, true> First;
-    typedef Pass2<T, true, WEIGHTED> Second;
+template <class T, bool ADAM> struct ByBlock {
+    typedef Pass1<T, ADAM, WEIGHTED, true> First;
+    typedef Pass2<T, ADAM, WEIGHTED> Second;
     typedef typename First::E E;
     typedef typename E::A A;
     typedef Vec<A> V;
@@ -299,14 +299,14 @@ template <class T> struct ByBlock {
         PART ? store(e.param + i, p, n) : store(e.param + i, p);
     }
 
-    static bool run(const Rule& rule, const Task& task, double* U, double* energy) {
+    static void run(const Rule& rule, const Task& task, double* U, double* energy) {
         alignas(64) A kept[2 * (CACHED_BYTES / sizeof(A) + W)];
         const Tensor& tensor = *task.tensor;
         E e(rule, tensor);
         e.kept = kept;
-        const double for_c = Second::of_c(e, tensor), for_kappa = Second::of_kappa(e, tensor);
+        const double for_c = Second::of_c(e, rule), for_kappa = Second::of_kappa(e, rule);
         const double size = double(tensor.inner);
-        bool good = true;
+        const double keep = ADAM ? rule.beta2 : 1, add = ADAM ? 1 - rule.beta2 : 1;
         const int64_t block = task.begin / tensor.inner;
         double* out = task.out;
         U += block, energy += block;
@@ -315,19 +315,18 @@ template <class T> struct ByBlock {
             Total<A> totals[First::R];
             e.origin = i;
             for (int64_t j = i; j < end;) First::chunk(e, j, end, totals);
-            const double square = totals[2].sum() * First::factor(e, tensor, 2);  // Σ ζ²
-            const double b = totals[3].sum() * First::factor(e, tensor, 3);
-            *U = rule.beta2 * *U + (1 - rule.beta2) * (out[0] * out[0]);
-            *energy = rule.beta2 * *energy + (1 - rule.beta2) * out[task.stride];
+            const double square = totals[2].sum() * First::factor(e, rule, 2);  // Σ ζ²
+            const double b = totals[3].sum() * First::factor(e, rule, 3);
+            *U = keep * *U + add * (out[0] * out[0]);
+            *energy = keep * *energy + add * out[task.stride];
             const double ratio = square > 0 && *energy > 0 ? *U / *energy : 1;  // A_ii
             const double root = 1 / __builtin_sqrt(ratio > rule.floor ? ratio : rule.floor) - 1;
-            const double lambda = (size - (ratio > 1 ? ratio : 1)) / (size - 1);
-            const double kappa = 1 / __builtin_sqrt(lambda > rule.smallest_lambda ? lambda : rule.smallest_lambda);
-            if (!__builtin_isfinite(square) || !__builtin_isfinite(b)) {  // somebody has changed the moments
-                out[2 * task.stride] = out[3 * task.stride] = __builtin_nan("");
-                good = false;
-                continue;
+            double kappa = 1;
+            if (ADAM && size > 1) {
+                const double lambda = (size - (ratio > 1 ? ratio : 1)) / (size - 1);
+                kappa = 1 / __builtin_sqrt(lambda > rule.smallest_lambda ? lambda : rule.smallest_lambda);
             }
+            if (square == __builtin_inf()) continue;  // z is infinite: no step
             const double common = square > 0 ? b / __builtin_sqrt(square) : 0;
             out[2 * task.stride] = common;
             out[3 * task.stride] = root * common;
@@ -337,17 +336,16 @@ template <class T> struct ByBlock {
             for (; end - j >= W; j += W) update<false>(e, j, W, for_w, for_m);
             if (j < end) update<true>(e, j, int(end - j), for_w, for_m);
         }
-        return good;
     }
 };
 
 // ------------------------------------------------------------------ the choice at run time
 
 // f(T{}, Adam{}) for the storage type of a dtype and the recurrence of a rule.
-template <class F> auto choose(const Rule& rule, Dtype dtype, F f) {
+template <class F> void choose(const Rule& rule, F f) {
     typedef std::true_type Adam;
     typedef std::false_type AdaGrad;
-    switch (dtype) {
+    switch (rule.dtype) {
         case FLOAT64: return rule.adam ? f(double{}, Adam{}) : f(double{}, AdaGrad{});
         case BFLOAT16: return rule.adam ? f(bfloat16{}, Adam{}) : f(bfloat16{}, AdaGrad{});
         case FLOAT16: return rule.adam ? f(float16{}, Adam{}) : f(float16{}, AdaGrad{});
@@ -356,15 +354,14 @@ template <class F> auto choose(const Rule& rule, Dtype dtype, F f) {
 }
 
 void sums(const Rule& rule, const Task& task) {
-    choose(rule, task.tensor->dtype, [&](auto t, auto adam) {
+    choose(rule, [&](auto t, auto adam) {
         typedef decltype(t) T;
         constexpr bool ADAM = decltype(adam)::value;
         if constexpr (!ADAM) {  // Adam has weighted forms only
             if (rule.sums == PAPER) return Pass1<T, ADAM, PAPER>::sums(rule, task);
             if (rule.sums == CONSISTENT) return Pass1<T, ADAM, CONSISTENT>::sums(rule, task);
-        } else if (rule.sums == SQUARES) {  // what `by_block` needs
-            return Pass1<T, ADAM, SQUARES>::sums(rule, task);
         }
+        if (rule.sums == SQUARES) return Pass1<T, ADAM, SQUARES>::sums(rule, task);  // what `by_block` needs
         if (rule.sums == GRADIENT) return Pass1<T, ADAM, GRADIENT>::sums(rule, task);
         if (rule.sums == WEIGHTED) return Pass1<T, ADAM, WEIGHTED>::sums(rule, task);
         return Pass1<T, ADAM, CAPPED>::sums(rule, task);
@@ -372,7 +369,7 @@ void sums(const Rule& rule, const Task& task) {
 }
 
 void apply(const Rule& rule, const Task& task, const double* c, const double* kappa) {
-    choose(rule, task.tensor->dtype, [&](auto t, auto adam) {
+    choose(rule, [&](auto t, auto adam) {
         typedef decltype(t) T;
         constexpr bool ADAM = decltype(adam)::value;
         if (!c) return Pass2<T, ADAM, GRADIENT>::apply(rule, task, c, kappa);
@@ -383,13 +380,10 @@ void apply(const Rule& rule, const Task& task, const double* c, const double* ka
     });
 }
 
-bool by_block(const Rule& rule, const Task& task, double* U, double* energy) {
-    switch (task.tensor->dtype) {
-        case FLOAT64: return ByBlock<double>::run(rule, task, U, energy);
-        case BFLOAT16: return ByBlock<bfloat16>::run(rule, task, U, energy);
-        case FLOAT16: return ByBlock<float16>::run(rule, task, U, energy);
-        default: return ByBlock<float>::run(rule, task, U, energy);
-    }
+void by_block(const Rule& rule, const Task& task, double* U, double* energy) {
+    choose(rule, [&](auto t, auto adam) {
+        ByBlock<decltype(t), decltype(adam)::value>::run(rule, task, U, energy);
+    });
 }
 
 }  // namespace

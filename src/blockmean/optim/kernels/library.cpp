@@ -68,13 +68,11 @@ struct Call {
     std::vector<Task> tasks;
     std::vector<double> partial;  // sums over parts of large blocks, (parts, MOST_ROWS)
     int64_t blocks = 0, entries = 0;
-    std::atomic<bool> finite{true};
 
     Call(const Tensors& all, const Rule& rule, double* sums, int64_t stride) : kernels(*chosen.load()->kernels), rule(rule) {
         tensors.reserve(size_t(all.count));
         for (int64_t i = 0; i < all.count; ++i) {
-            tensors.push_back({all.param[i], all.grad[i], all.first ? all.first[i] : nullptr, all.second[i], all.outer[i],
-                               all.blocks[i], all.inner[i], Dtype(all.dtype[i]), all.gain[i], all.gain_r[i], all.rate[i]});
+            tensors.push_back({all.shape[i], all.param[i], all.grad[i], all.first ? all.first[i] : nullptr, all.second[i]});
             split(tensors.back(), sums, stride);
         }
         int64_t parts = 0;
@@ -123,10 +121,10 @@ void apply_task(void* context, int64_t number) {
 }
 
 void solve_task(void* context, int64_t number) {
-    Call& call = *static_cast<Call*>(context);
+    const Call& call = *static_cast<const Call*>(context);
     const Task& task = call.from_the_end(number);
     const auto i = task.tensor - call.tensors.data();
-    if (!call.kernels.by_block(call.rule, task, call.U[i], call.energy[i])) call.finite = false;
+    call.kernels.by_block(call.rule, task, call.U[i], call.energy[i]);
 }
 
 // ------------------------------------------------------------------ matrices of Anova
@@ -312,15 +310,14 @@ try {
 }
 
 // Solve and update, each block for itself. `out` has the SQUARES of the same list in rows 0 and 1; rows 2 and 3 become
-// the length of the uncorrected step along what a block shares, and its change. Returns whether all sums are finite;
-// where they are not, parameters stay.
+// the length of the uncorrected step along what a block shares, and its change.
 EXPORT int blockmean_solve_and_apply(const Tensors* tensors, const Rule* rule, double* const* U, double* const* energy,
                                      double* out, int64_t stride, int threads)
 try {
     Call call(*tensors, *rule, out, stride);
     call.U = U, call.energy = energy;
     call.run(solve_task, threads);
-    return call.finite;
+    return true;
 } catch (const std::bad_alloc&) {
     return NO_MEMORY;
 }

@@ -19,34 +19,35 @@ enum Sums : int64_t {
 constexpr int ROWS[] = {1, 2, 2, 3, 4, 6};
 constexpr int MOST_ROWS = 6;
 
-// Tensors as they lie in memory, outer × blocks × inner entries each: a column per field, `count` numbers long. `CTensors`
-// in __init__.py has the same fields.
+// A tensor as it lies in memory: outer × blocks × inner entries.
+struct Shape {
+    int64_t outer, blocks, inner;
+};
+
+// The tensors of a run: a column per field, `count` numbers long. `CTensors` in __init__.py has the same fields.
 struct Tensors {
     int64_t count;
     char* const* param;
     char* const* grad;
     char* const* first;  // null for AdaGrad
     char* const* second;
-    const int64_t *outer, *blocks, *inner, *dtype;
-    const double *gain, *gain_r, *rate;  // m̂/m, r̂/r, η
+    const Shape* shape;
 };
 
 // One of them.
-struct Tensor {
+struct Tensor : Shape {
     char* param;
     const char* grad;
     char* first;  // null for AdaGrad
     char* second;
-    int64_t outer, blocks, inner;
-    Dtype dtype;
-    double gain, gain_r, rate;
 };
 
-// `CRule` in __init__.py has the same fields.
+// What all tensors of a run share; gain, gain_r and rate are m̂/m, r̂/r and η. `CRule` in __init__.py has the same fields.
 struct Rule {
     Sums sums;
     int64_t adam;
-    double beta1, beta2, eps, weight_decay, sign, floor, smallest_lambda;
+    Dtype dtype;
+    double beta1, beta2, eps, weight_decay, sign, floor, smallest_lambda, gain, gain_r, rate;
 };
 
 // Some blocks of a tensor, or a part of a single large block: entries begin to end of every row of blocks × inner.
@@ -65,9 +66,9 @@ struct Kernels {
     void (*sums)(const Rule&, const Task&);
     // Update moments and parameters. c and kappa start with the tensor's own first block; null for c = 0 and κ = 1.
     void (*apply)(const Rule&, const Task&, const double* c, const double* kappa);
-    // U and energy are those of the tensor. For Adam, and blocks of two entries or more in one run of at most CACHED_BYTES. False if the sums of a block are not
-    // finite: its parameters stay.
-    bool (*by_block)(const Rule&, const Task&, double* U, double* energy);
+    // The solve of "weighted" for AdaGrad and "balanced" for Adam, and the update. U and energy are those of the tensor,
+    // whose blocks lie in one run each of at most CACHED_BYTES.
+    void (*by_block)(const Rule&, const Task&, double* U, double* energy);
 };
 
 extern const Kernels kernels_plain;

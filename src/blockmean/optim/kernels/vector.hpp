@@ -246,30 +246,6 @@ template <> ALWAYS void store(double* p, Vec<double> x, int n) {
 }
 #endif
 
-// ------------------------------------------------------------------ rows and columns
-
-// As many vectors as lanes, transposed: lanes of the first and the second half take turns, log₂ W times.
-template <class A, int W = Lanes<A>::W> INLINE void exchange(Vec<A> (&x)[W]) {
-    for (int step = 1; step < W; step *= 2) {
-        Vec<A> y[W];
-        for (int i = 0; i < W / 2; ++i) {
-            const Vec<A> a = x[i], b = x[i + W / 2];
-#if defined(__clang__)
-            for (int l = 0; l < W; ++l) {
-                y[2 * i][l] = (l % 2 ? b : a)[l / 2];
-                y[2 * i + 1][l] = (l % 2 ? b : a)[(l + W) / 2];
-            }
-#else
-            typename Lanes<A>::M low;
-            for (int l = 0; l < W; ++l) low[l] = l % 2 * W + l / 2;
-            y[2 * i] = __builtin_shuffle(a, b, low);
-            y[2 * i + 1] = __builtin_shuffle(a, b, low + W / 2);
-#endif
-        }
-        std::memcpy(x, y, sizeof(x));
-    }
-}
-
 // ------------------------------------------------------------------ sums in double
 
 template <class A> struct Total;
