@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from blockmean.optim import kernels
-from blockmean.optim.kernels import DTYPES, PLAIN, pointers
+from blockmean.optim.kernels import DTYPES
+from blockmean.optim.sharding import PLAIN
 
 STATE = ("exp_avg", "unit_means", "input_means", "grand_means")
 NUMBERS = ("beta1", "mean_beta", "beta2", "lr", "weight_decay", "eps", "sign")
@@ -140,6 +141,11 @@ class NativeMatrices:
     def _call(self, which: int) -> int:
         matrices, rule = ctypes.byref(self._matrices), ctypes.byref(self._rule)
         return _check(self._functions[which](matrices, rule, self._scratch.data_ptr(), self._threads))
+
+
+def pointers(tensors: Iterable[Tensor]) -> array[int]:
+    """Their addresses."""
+    return array("q", map(Tensor.data_ptr, tensors))
 
 
 def _check(result: int) -> int:
