@@ -281,12 +281,12 @@ void update(const Matrix& m, const AnovaRule& rule, int64_t begin, int64_t end) 
 // A = Rᵀ R for a symmetric A, (w, stride); A becomes R⁻¹. Whether A is positive definite, and far enough from singular.
 bool invert_root(double* A, int64_t w, int64_t stride, double* line) {
     bool good = true;
+    for (int64_t j = 0; j < w; ++j)
+        if (A[j * (stride + 1)] == 0) A[j * (stride + 1)] = 1;  // a zero column stays zero
     for (int64_t j = 0; j < w; ++j) {
         double* row = A + j * stride;
-        if (row[j] == 0) row[j] = 1;  // a zero column stays zero
-        good &= row[j] > 0;
         const double diagonal = std::sqrt(row[j]);
-        good &= diagonal > CLOSEST;
+        good &= diagonal > CLOSEST;  // not so if it is no number
         for (int64_t c = j; c < w; ++c) row[c] /= diagonal;
         for (int64_t i = j + 1; i < w; ++i)
             for (int64_t c = i; c < w; ++c) A[i * stride + c] -= row[i] * row[c];
