@@ -75,7 +75,7 @@ class Reference:
     """One matrix in float64, with every matrix that the equations name."""
 
     def __init__(self, theta, state, k, q):
-        O, I = theta.shape
+        I = theta.shape[1]
         self.k, self.q, self.theta, self.M = k, q, theta.copy(), state["exp_avg"].copy()
         unit, inputs, grand = state["unit_means"], state["input_means"].reshape(2 * q + k, I), state["grand_means"]
         self.U, self.X, self.MV, self.v_E = unit[:, :k], unit[:, k : 2 * k], unit[:, 2 * k : 2 * k + q], unit[:, -1]
@@ -255,7 +255,7 @@ def test_steps_agree_with_the_equations(shape, dtype, instructions):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_refreshes_agree_with_the_equations(shape, instructions):
-    O, I, k, q = shape
+    k, q = shape[2:]
     param, state, grads = problem(shape, torch.float32, 1, noise=0.3)
     for t, grad in enumerate(grads):
         refresh = t % 2 == 1
@@ -267,3 +267,98 @@ def test_refreshes_agree_with_the_equations(shape, instructions):
         step = native([(param, state)], [grad], refresh=[refresh], bounds=bounds)
         assert step.read() and step.write() == []
         compare(state, param, reference, 20_000 if refresh else 200)
+
+
+def several(seed):
+    """Matrices large and small, of all dtypes."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    return [problem(shape, dtypes[i % 3], seed + i) for i, shape in enumerate(SHAPES * 2)]
+
+
+def run(problems, threads, steps=3):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        own, scratch = [copied(param, state) for param, state, _ in problems], torch.empty(0)
+        for t in range(steps):
+            refresh = [t == 1] * len(own)
+            step = native(own, [grads[t] for *_, grads in problems], refresh=refresh, scratch=scratch)
+            assert step.read() and step.write() == []
+    finally:
+        torch.set_num_threads(before)
+    return [x for param, state in own for x in (param, *state.values())]
+
+
+@pytest.mark.parametrize("last", [len(SHAPES) * 2, 1], ids=["many", "one"])
+def test_the_number_of_threads_changes_no_bit(last, instructions):
+    """Many matrices are taken one by one, a single one in chunks of rows."""
+    problems = several(2)[:last] if last > 1 else [problem((900, 40, 6, 4), torch.float32, 3)]
+    expected = run(problems, 1)
+    for threads in (2, 5):
+        for a, b in zip(expected, run(problems, threads), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad):
+    problems = several(4)
+    own, grads = [copied(param, state) for param, state, _ in problems], [grads[0] for *_, grads in problems]
+    where = SHAPES.index((64, 64, 16, 16))
+    grads[where] = grads[where].clone()
+    grads[where][5, 63] = bad
+    assert not native(own, grads).read()
+    for (param, state), (old, before, _) in zip(own, problems, strict=True):
+        assert torch.equal(param, old) and all(torch.equal(state[name], x) for name, x in before.items())
+
+
+def test_zero_gradients_leave_only_weight_decay(instructions):
+    param, state, _ = problem((33, 50, 4, 3), torch.float32, 5)
+    old = param.clone()
+    for refresh in (False, True):
+        step = native([(param, state)], [torch.zeros_like(param)], refresh=[refresh])
+        assert step.read() and step.write() == []
+    decay = (1 - NUMBERS["lr"] * NUMBERS["weight_decay"]) ** 2
+    torch.testing.assert_close(param, old * decay, rtol=1e-6, atol=0)
+    assert all(x.isfinite().all() for x in state.values())
+
+
+@pytest.mark.parametrize("side", ["unit_means", "input_means"])
+def test_a_refresh_with_a_zero_column_is_left_to_torch(side):
+    """The step itself is taken; U, V and what follows from a turn stay."""
+    problems = [problem((64, 64, 16, 16), torch.float32, seed) for seed in (6, 7)]
+    own = [(param, state) for param, state, _ in problems]
+    (own[1][1][side][:, 2] if side == "unit_means" else own[1][1][side][2]).zero_()
+    alone, before = copied(*own[1]), [state["unit_means"][:, :16].clone() for _, state in own]
+    grads = [grads[0] for *_, grads in problems]
+    step = native(own, grads, refresh=[True, True])
+    assert step.read() and step.write() == [1]
+    last = native([alone], grads[1:])
+    assert last.read() and last.write() == []
+    assert all(torch.equal(alone[1][name], x) for name, x in own[1][1].items()) and torch.equal(alone[0], own[1][0])
+    assert not torch.equal(own[0][1]["unit_means"][:, :16], before[0])
+
+
+def test_nearly_parallel_columns_stay_where_they_are(instructions):
+    """Second moments are bounded all the same, and c is chosen."""
+    shape = (40, 30, 3, 2)
+    param, state, grads = problem(shape, torch.float32, 8)
+    state["unit_means"][:, 1] = state["unit_means"][:, 0]
+    reference = Reference(param.double().numpy(), numpy_state(state), 3, 2)
+    reference.step(grads[0].double().numpy(), NUMBERS)
+    columns = state["unit_means"][:, :3].clone()
+    reference.X[:, 1] = reference.X[:, 0]  # equal in exact arithmetic
+    reference.refresh(NUMBERS, 2.0, 3.0)
+    step = native([(param, state)], [grads[0]], refresh=[True])
+    assert step.read() and step.write() == []
+    assert torch.equal(state["unit_means"][:, :3], columns)
+    compare(state, param, reference, 20_000)
+
+
+def test_what_the_kernels_do_not_serve():
+    param, state, (grad, *_) = problem((8, 6, 2, 2), torch.float32, 9)
+    assert serves(param, grad, state)
+    assert not serves(param.double(), grad.double(), state)
+    assert not serves(param, grad.bfloat16(), state)
+    assert not serves(param.T.contiguous().T, grad, state)
+    assert not serves(param, grad.to_sparse(), state)
+    assert not serves(param, grad, {**state, "exp_avg": state["exp_avg"].double()})

@@ -26,8 +26,6 @@ constexpr double INERTIA = 1e-3;     // how much of the old columns is added to 
 constexpr double CLOSEST = 1e-5;     // smallest diagonal entry of a Cholesky factor of unit columns to be trusted
 constexpr float SMALLEST = 0x1p-63f;  // the root of the smallest normal number
 
-constexpr int64_t SWEEP = VECTOR_BYTES == 64 ? 8 : 24;  // rows that pass 2 takes through all panels: measured
-
 // f(p, c, n, wide) for every panel: its first column, its columns, and those with padding.
 template <class F> INLINE void over_panels(const Matrix& m, F f) {
     for (int64_t p = 0, c = 0; c < m.inputs; ++p, c += PANEL) {
@@ -44,18 +42,19 @@ template <class F> INLINE void over_blocks(int64_t begin, int64_t end, F f) {
 // ------------------------------------------------------------------ pass 1
 
 void pack(const Matrix& m, const AnovaRule&, int64_t, int64_t) {
-    const int64_t q = padded(m.q);
+    const int64_t k = padded(m.k), q = padded(m.q);
+    copy(m.units, m.k, m.U(), m.unit_stride(), 1, m.packed_U, k, k);
     over_blocks(0, m.inputs, [&](int64_t i, int64_t rows) {
-        copy(rows, m.q, m.VT() + i, 1, m.inputs, m.packed + i * q, q, q);
+        copy(rows, m.q, m.VT() + i, 1, m.inputs, m.packed_V + i * q, q, q);
     });
 }
 
-// Products of some rows of G, or of M, with (O, k) and packed (I, q).
+// Products of some rows of G, or of M, with what is packed.
 template <class T>
-void project_rows(const Matrix& m, const T* G, double sign, const float* U, int64_t stride, int64_t begin, int64_t end) {
+void project_rows(const Matrix& m, const T* G, double sign, int64_t begin, int64_t end) {
     typedef Lanes<float>::M M;
     const M flip = bits<M>(fill<V>(sign < 0 ? -0.0f : 0.0f));
-    const int64_t q = padded(m.q);
+    const int64_t k = padded(m.k), q = padded(m.q);
     float* parts = m.parts + begin / m.chunk() * m.panels() * m.k * PANEL;
     alignas(LINE) float panel[BLOCK * PANEL];
     over_blocks(begin, end, [&](int64_t i, int64_t rows) {
@@ -79,9 +78,8 @@ void project_rows(const Matrix& m, const T* G, double sign, const float* U, int6
                 some.add(next + row * m.inputs, m.inputs);
                 return some;
             };
-            multiply<float>(rows, q, n, {panel, PANEL, 1}, m.packed + c * q, q, m.GV + i * q, q, 1, c > 0, ahead);
-            multiply<float>(m.k, wide, rows, {U + i * stride, 1, stride}, panel, PANEL, parts + p * m.k * PANEL, PANEL, 1,
-                            i > begin);
+            multiply<float>(rows, q, n, {panel, PANEL, 1}, m.packed_V + c * q, q, m.GV + i * q, q, 1, c > 0, ahead);
+            multiply<float>(m.k, wide, rows, {m.packed_U + i * k, 1, k}, panel, PANEL, parts + p * m.k * PANEL, PANEL, 1, i > begin);
         });
         for (int64_t r = 0; r < rows; ++r) m.rows[i + r] = float(sum(squares[r]));
     });
@@ -90,7 +88,7 @@ void project_rows(const Matrix& m, const T* G, double sign, const float* U, int6
 void project(const Matrix& m, const AnovaRule& rule, int64_t begin, int64_t end) {
     const auto with = [&](auto t) {
         typedef decltype(t) T;
-        project_rows(m, reinterpret_cast<const T*>(m.grad), rule.sign, m.U(), m.unit_stride(), begin, end);
+        project_rows(m, reinterpret_cast<const T*>(m.grad), rule.sign, begin, end);
     };
     if (m.dtype == BFLOAT16) return with(bfloat16{});
     if (m.dtype == FLOAT16) return with(float16{});
@@ -109,9 +107,9 @@ void gather(const Matrix& m, const AnovaRule&, int64_t, int64_t) {
 
 // ------------------------------------------------------------------ between the passes
 
-void lerp(float& x, double y, double weight) { x = float(x + weight * (y - x)); }
+INLINE float lerp(float& x, float y, float weight) { return x += weight * (y - x); }
 
-double root(float v, double weight, double floor) { return most(std::sqrt(v / weight) + floor, double(SMALLEST)); }
+INLINE float inverse_root(float v, float floor) { return 1 / most(std::sqrt(v) + floor, SMALLEST); }
 
 // Vᵀ, the upper part of `right`.
 void pack_right(const Matrix& m) {
@@ -172,60 +170,58 @@ void sum_squares(const Matrix& m) {
 // Averages of everything, and the factors of the step.
 void precondition(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const int64_t k = padded(m.k), q = padded(m.q), stride = m.unit_stride(), rank = m.q + m.k;
-    const double O = double(m.units), I = double(m.inputs), fresh = 1 - rule.beta1, means = 1 - rule.mean_beta,
-                 rest = 1 - rule.beta2;
+    const double O = double(m.units), I = double(m.inputs);
+    const float fresh = float(1 - rule.beta1), means = float(1 - rule.mean_beta), rest = float(1 - rule.beta2);
     lerp(m.scalar(W1), 1, fresh), lerp(m.scalar(WM), 1, means), lerp(m.scalar(WE), 1, rest);
     const double w1 = m.scalar(W1), wm = m.scalar(WM), wE = m.scalar(WE);
     pack_right(m);
     grand(m, m.U(), stride);
     sum_squares(m);
-    lerp(m.scalar(VARIANCE), m.total[0] / (O * I), rest), lerp(m.scalar(REST_VARIANCE), m.total[1] / (O * I), rest);
+    lerp(m.scalar(VARIANCE), float(m.total[0] / (O * I)), rest);
+    lerp(m.scalar(REST_VARIANCE), float(m.total[1] / (O * I)), rest);
     copy(m.q, m.k, m.K, 1, q, m.KT, k, k);
     multiply<float>(m.units, m.k, m.q, {m.GV, q, 1}, m.KT, k, m.X(), stride, float(1 - FORGET), float(FORGET));
 
     const double noise = NOISE * std::sqrt(m.total[0]);
+    const float by_wm = float(1 / wm), by_wE = float(1 / wE);
+    const auto floor = [&](double entries) { return float(rule.eps + noise / std::sqrt(entries)); };
+    const float floor_K = floor(1), floor_R = floor(O), floor_L = floor(I), floor_E = floor(O * I);
     for (int64_t j = 0; j < m.q; ++j) {
-        lerp(m.v_R()[j], m.squares_R[j] / O, means);
-        m.inverse_R[j] = float(1 / root(m.v_R()[j], wm, rule.eps + noise / std::sqrt(O)));
+        const float v = lerp(m.v_R()[j], float(m.squares_R[j] / O), means);
+        m.inverse_R[j] = inverse_root(v * by_wm, floor_R);
     }
     for (int64_t a = 0; a < m.k; ++a) {
-        lerp(m.v_L()[a], m.LL[a * k + a] / I, means);
-        m.inverse_L[a] = float(1 / root(m.v_L()[a], wm, rule.eps + noise / std::sqrt(I)));
-        for (int64_t j = 0; j < q; ++j) m.mixed[a * q + j] = 0;
+        m.inverse_L[a] = inverse_root(lerp(m.v_L()[a], m.LL[a * k + a] / float(I), means) * by_wm, floor_L);
+        const float *__restrict new_K = m.K + a * q, *__restrict inverse_R = m.inverse_R;
+        float *__restrict K = m.K_m() + a * m.q, *__restrict v = m.v_K() + a * m.q, *__restrict mixed = m.mixed + a * q;
         for (int64_t j = 0; j < m.q; ++j) {
-            const int64_t at = a * m.q + j;
-            const double K = m.K[a * q + j];
-            lerp(m.K_m()[at], K, fresh), lerp(m.v_K()[at], K * K, means);
-            const double inverse = 1 / root(m.v_K()[at], wm, rule.eps + noise);
-            m.mixed[a * q + j] = float(m.K_m()[at] * (inverse - m.inverse_R[j]));
+            lerp(K[j], new_K[j], fresh), lerp(v[j], new_K[j] * new_K[j], means);
+            mixed[j] = K[j] * (inverse_root(v[j] * by_wm, floor_K) - inverse_R[j]);
         }
+        for (int64_t j = m.q; j < q; ++j) mixed[j] = 0;
     }
     // right = [Vᵀ; UM − K_m Vᵀ]
     over_panels(m, [&](int64_t p, int64_t c, int64_t n, int64_t wide) {
         const float* UG = m.UG + p * m.k * PANEL;
         multiply<float>(m.q, n, m.k, {m.K, 1, q}, UG, PANEL, m.YT() + c, m.inputs, float(1 - FORGET), float(FORGET));
         for (int64_t a = 0; a < m.k; ++a) {
-            float *UM = m.UM() + a * m.inputs + c, *lower = m.right + (p * rank + m.q + a) * PANEL;
-            for (int64_t j = 0; j < n; ++j) lower[j] = UM[j] += float(fresh) * (UG[a * PANEL + j] - UM[j]);
+            float *__restrict UM = m.UM() + a * m.inputs + c, *__restrict lower = m.right + (p * rank + m.q + a) * PANEL;
+            for (int64_t j = 0; j < n; ++j) lower[j] = lerp(UM[j], UG[a * PANEL + j], fresh);
         }
         subtract(m, m.K_m(), m.q, p, wide);
     });
     // left = c [U (K_m/rK) + (MV − U K_m)/rR − d MV | U/rL − d U], and all that multiplies it
     const double limit = most(LIFT / most(rule.lr, LIFT / HIGHEST), LOWEST);
     const double step = -rule.lr / w1 * least(double(m.scalar(FACTOR)), limit);
-    const double floor = rule.eps + noise / std::sqrt(O * I);
     over_blocks(0, m.units, [&](int64_t i, int64_t rows) {
         multiply<float>(rows, m.q, m.k, {m.U() + i * stride, stride, 1}, m.mixed, q, m.left + i * rank, rank);
         for (int64_t r = i; r < i + rows; ++r) {
-            const float *U = m.U() + r * stride, *GV = m.GV + r * q;
-            float *MV = m.MV() + r * stride, *left = m.left + r * rank, &v = m.v_E()[r * stride];
-            lerp(v, m.squares_E[r] / I, rest);
-            const float d = float(1 / root(v, wE, floor)), by = float(step);
-            m.scale[r] = float(step * d);
-            for (int64_t j = 0; j < m.q; ++j) {
-                MV[j] += float(fresh) * (GV[j] - MV[j]);
-                left[j] = by * (left[j] + MV[j] * (m.inverse_R[j] - d));
-            }
+            const float *__restrict U = m.U() + r * stride, *__restrict GV = m.GV + r * q, *__restrict by_R = m.inverse_R;
+            float *__restrict MV = m.MV() + r * stride, *__restrict left = m.left + r * rank;
+            const float v = lerp(m.v_E()[r * stride], m.squares_E[r] / float(I), rest), by = float(step);
+            const float d = inverse_root(v * by_wE, floor_E);
+            m.scale[r] = by * d;
+            for (int64_t j = 0; j < m.q; ++j) left[j] = by * (left[j] + lerp(MV[j], GV[j], fresh) * (by_R[j] - d));
             for (int64_t a = 0; a < m.k; ++a) left[m.q + a] = by * U[a] * (m.inverse_L[a] - d);
         }
     });
@@ -241,36 +237,33 @@ template <class T> void update_rows(const Matrix& m, const AnovaRule& rule, int6
     T* const param = reinterpret_cast<T*>(m.param);
     const T* const grad = reinterpret_cast<const T*>(m.grad);
     alignas(LINE) float low_rank[HIGH * PANEL];
-    for (int64_t first = begin, last; first < end; first = last) {
-        last = least(first + SWEEP, end);
+    for (int64_t i = begin; i < end; i += HIGH) {
+        const int64_t rows = least<int64_t>(HIGH, end - i);
         over_panels(m, [&](int64_t p, int64_t c, int64_t n, int64_t) {
-            for (int64_t i = first; i < last; i += HIGH) {
-                const int64_t rows = least<int64_t>(HIGH, last - i), corner = i * m.inputs + c;
-                Ahead ahead{rows};
-                ahead.add(m.M + corner, m.inputs), ahead.add(param + corner, m.inputs), ahead.add(grad + corner, m.inputs);
-                for (int64_t j = 0; j < n; j += WIDE * W) {
-                    const float* right = m.right + p * rank * PANEL + j;
-                    product<float>(rows, n - j, rank, {m.left + i * rank, rank, 1}, right, PANEL, low_rank + j, PANEL, ahead);
-                    ahead.rows = 0;
+            const int64_t corner = i * m.inputs + c;
+            Ahead ahead{rows};
+            ahead.add(m.M + corner, m.inputs), ahead.add(param + corner, m.inputs), ahead.add(grad + corner, m.inputs);
+            for (int64_t j = 0; j < n; j += WIDE * W, ahead.rows = 0) {
+                const float* right = m.right + p * rank * PANEL + j;
+                product<float>(rows, n - j, rank, {m.left + i * rank, rank, 1}, right, PANEL, low_rank + j, PANEL, ahead);
+            }
+            for (int64_t r = 0; r < rows; ++r) {
+                const V scale = fill<V>(m.scale[i + r]);
+                const auto change = [&](V product, V g, V& x, V& theta) {
+                    x = fma(fresh, bits<V>(bits<M>(g) ^ flip) - x, x);
+                    theta = fma(decay, theta, fma(scale, x, product));
+                };
+                const int64_t at = corner + r * m.inputs;
+                int64_t j = 0;
+                for (; j + W <= n; j += W) {
+                    V x = load(m.M + at + j), theta = load(param + at + j);
+                    change(load(low_rank + r * PANEL + j), load(grad + at + j), x, theta);
+                    store(m.M + at + j, x), store(param + at + j, theta);
                 }
-                for (int64_t r = 0; r < rows; ++r) {
-                    const V scale = fill<V>(m.scale[i + r]);
-                    const auto change = [&](V product, V g, V& x, V& theta) {
-                        x = fma(fresh, bits<V>(bits<M>(g) ^ flip) - x, x);
-                        theta = fma(decay, theta, fma(scale, x, product));
-                    };
-                    const int64_t at = corner + r * m.inputs;
-                    int64_t j = 0;
-                    for (; j + W <= n; j += W) {
-                        V x = load(m.M + at + j), theta = load(param + at + j);
-                        change(load(low_rank + r * PANEL + j), load(grad + at + j), x, theta);
-                        store(m.M + at + j, x), store(param + at + j, theta);
-                    }
-                    if (const int rest = int(n - j)) {
-                        V x = load(m.M + at + j, rest), theta = load(param + at + j, rest);
-                        change(load(low_rank + r * PANEL + j), load(grad + at + j, rest), x, theta);
-                        store(m.M + at + j, x, rest), store(param + at + j, theta, rest);
-                    }
+                if (const int rest = int(n - j)) {
+                    V x = load(m.M + at + j, rest), theta = load(param + at + j, rest);
+                    change(load(low_rank + r * PANEL + j), load(grad + at + j, rest), x, theta);
+                    store(m.M + at + j, x, rest), store(param + at + j, theta, rest);
                 }
             }
         });
@@ -288,12 +281,12 @@ void update(const Matrix& m, const AnovaRule& rule, int64_t begin, int64_t end) 
 // A = Rᵀ R for a symmetric A, (w, stride); A becomes R⁻¹. Whether A is positive definite, and far enough from singular.
 bool invert_root(double* A, int64_t w, int64_t stride, double* line) {
     bool good = true;
+    for (int64_t j = 0; j < w; ++j)
+        if (A[j * (stride + 1)] == 0) A[j * (stride + 1)] = 1;  // a zero column stays zero
     for (int64_t j = 0; j < w; ++j) {
         double* row = A + j * stride;
-        if (row[j] == 0) row[j] = 1;  // a zero column stays zero
-        good &= row[j] > 0;
         const double diagonal = std::sqrt(row[j]);
-        good &= diagonal > CLOSEST;
+        good &= diagonal > CLOSEST;  // not so if it is no number
         for (int64_t c = j; c < w; ++c) row[c] /= diagonal;
         for (int64_t i = j + 1; i < w; ++i)
             for (int64_t c = i; c < w; ++c) A[i * stride + c] -= row[i] * row[c];
@@ -370,7 +363,7 @@ void orthonormalize(const Matrix& m, const AnovaRule&, int64_t, int64_t) {
 }
 
 void project_average(const Matrix& m, const AnovaRule&, int64_t begin, int64_t end) {
-    project_rows(m, m.M, 1.0, m.of_units.narrow, padded(m.k), begin, end);
+    project_rows(m, m.M, 1.0, begin, end);
 }
 
 // W ← Z T₂ and S ← W Wᵀ S. With C = [scale; INERTIA] T₁ T₂ and the Gram matrix H of [S, W], Wᵀ S = Cᵀ H[:, S], and the old
@@ -453,18 +446,19 @@ void turn(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const auto by_bound = [&](double w, double bound) { return w / (bound * bound * m.scalar(W1) * m.scalar(W1)); };
     const double means = by_bound(wm, m.bound_means), rest = by_bound(wE, m.bound_rest);
     const auto raise = [](float& v, double least_v) { v = most(v, float(least_v)); };
+    const auto root = [&](float v) { return most(std::sqrt(v / wm) + rule.eps, double(SMALLEST)); };
     double gain = 0;
     for (int64_t a = 0; a < m.k; ++a) {
         const double square = m.LL[a * k + a];
-        raise(m.v_L()[a], square / I * means), gain += square / root(m.v_L()[a], wm, rule.eps);
+        raise(m.v_L()[a], square / I * means), gain += square / root(m.v_L()[a]);
         for (int64_t j = 0; j < m.q; ++j) {
             const double of_K = double(m.K[a * q + j]) * m.K[a * q + j];
             float& v = m.v_K()[a * m.q + j];
-            raise(v, of_K * means), gain += of_K / root(v, wm, rule.eps);
+            raise(v, of_K * means), gain += of_K / root(v);
         }
     }
     for (int64_t j = 0; j < m.q; ++j) {
-        raise(m.v_R()[j], m.squares_R[j] / O * means), gain += m.squares_R[j] / root(m.v_R()[j], wm, rule.eps);
+        raise(m.v_R()[j], m.squares_R[j] / O * means), gain += m.squares_R[j] / root(m.v_R()[j]);
     }
     for (int64_t i = 0; i < m.units; ++i) raise(m.v_E()[i * stride], m.squares_E[i] / I * rest);
     const double left = most(m.total[1] - LEAST * m.total[0], 0.0), sigma = std::sqrt(m.scalar(VARIANCE) / wE);

@@ -57,7 +57,8 @@ struct Matrix {
     float *rows;    // (O)
     double *total;  // squared length of G or M, that of the rest of it, and whether a refresh may turn
 
-    float *packed;  // (I, padded q), V
+    float *packed_U;  // (O, padded k)
+    float *packed_V;  // (I, padded q)
     float *parts;   // (chunks, panels, k, PANEL), UG of each chunk; UG itself if there is only one
     float *left;    // (O, q + k)
     float *right;   // (panels, q + k, PANEL)

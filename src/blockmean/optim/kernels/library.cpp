@@ -199,7 +199,8 @@ struct AnovaCall {
     static int64_t place(Matrix& m, float* at) {
         const int64_t k = padded(m.k), q = padded(m.q), rank = m.q + m.k, wide = m.panels() * PANEL;
         Ruler ruler{at};
-        ruler.take(m.packed, m.inputs * q), ruler.take(m.parts, m.chunks() > 1 ? m.chunks() * wide * m.k : 0);
+        ruler.take(m.packed_U, m.units * k), ruler.take(m.packed_V, m.inputs * q);
+        ruler.take(m.parts, m.chunks() > 1 ? m.chunks() * wide * m.k : 0);
         if (m.chunks() == 1) m.parts = m.UG;
         ruler.take(m.left, m.units * rank), ruler.take(m.right, wide * rank), ruler.take(m.scale, m.units);
         for (float** one : {&m.K, &m.mixed, &m.spare}) ruler.take(*one, m.k * q);
@@ -215,8 +216,7 @@ struct AnovaCall {
             for (double** one : {&side->first, &side->second, &side->both}) ruler.take(*one, side->w * w);
             for (float** one : {&side->T, &side->turn, &side->kept}) ruler.take(*one, side->w * w);
             ruler.take(side->block, BLOCK * both), ruler.take(side->Z, side->length * w);
-            if (side == &m.of_units) ruler.take(side->narrow, side->length * w);
-            else side->narrow = m.packed;
+            side->narrow = side == &m.of_units ? m.packed_U : m.packed_V;
         }
         return ruler.used;
     }

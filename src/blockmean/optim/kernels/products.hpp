@@ -11,6 +11,7 @@ namespace {
 
 constexpr int HIGH = VECTOR_BYTES == 64 ? 8 : 6;  // rows of a tile
 constexpr int WIDE = VECTOR_BYTES == 64 ? 3 : 2;  // vectors of each: sums, factors and a broadcast fill the registers
+constexpr int PACE = HIGH + HIGH / 4;               // rows of memory that it asks for while it runs
 constexpr int LINE = 64;
 typedef Vec<float> V;
 constexpr int W = Lanes<float>::W;
@@ -26,7 +27,7 @@ template <class A> struct Factor {  // entry (r, p) at r · row + p · column
 };
 
 // Memory that a product asks for meanwhile: the first bytes of some rows of up to three arrays. A few lines at a time, for
-// the processor waits for no more, and in the first half, so that they are there when the product is.
+// the processor waits for no more.
 struct Ahead {
     int64_t rows = 0;
     int arrays = 0;
@@ -65,7 +66,7 @@ __attribute__((noinline)) void tile(int64_t rows, int64_t depth, Factor<A> a, co
             }
         }
     };
-    for (int64_t r = 0, steps = depth / (2 * HIGH); r <= ahead.rows; ++r) {
+    for (int64_t r = 0, steps = depth / PACE; r <= ahead.rows; ++r) {
         const bool last = r == ahead.rows;
         if (!last) ahead.ask();
         add_until(last ? depth : p + steps);
@@ -107,11 +108,11 @@ void multiply(int64_t m, int64_t n, int64_t depth, Factor<A> a, const A* b, int6
                 A* at = c + (i + r) * c_stride + j;
                 for (int64_t v = 0; v < vectors; ++v, at += lanes) {
                     const Vec<A> x = by * load(out + r * wide + v * lanes);
-                    const int64_t rest = n - j - v * lanes;
-                    if (rest >= lanes) {
+                    const int rest = int(least<int64_t>(n - j - v * lanes, lanes));
+                    if (rest == lanes) {
                         store(at, beta == 0 ? x : fma(old, load(at), x));
                     } else {
-                        store(at, beta == 0 ? x : fma(old, load(at, int(rest)), x), int(rest));
+                        store(at, beta == 0 ? x : fma(old, load(at, rest), x), rest);
                     }
                 }
             }
@@ -130,13 +131,15 @@ void copy(int64_t m, int64_t n, const B* from, int64_t row, int64_t column, A* t
     }
 }
 
-INLINE double sum(V x) {
-    double out = 0;
-    for (int l = 0; l < W; ++l) out += x[l];
-    return out;
+INLINE float sum(V x) {
+    float lanes[W];
+    store(lanes, x);
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+    return lanes[0];
 }
 
-double dot(const float* a, const float* b, int64_t n) {
+float dot(const float* a, const float* b, int64_t n) {
     V out = {};
     int64_t i = 0;
     for (; i + W <= n; i += W) out = fma(load(a + i), load(b + i), out);
