@@ -70,8 +70,8 @@ class Sizes(NamedTuple):
 PARTS, WIDTH = 64, 64  # of `gather`
 SIZES = {  # by the most columns of U or V, padded
     32: Sizes(512, 256, 32, 16, 128, 32, 4),
-    64: Sizes(512, 128, 16, 16, 64, 32, 8),
-    128: Sizes(512, 128, 16, 16, 32, 16, 8),
+    64: Sizes(512, 128, 16, 16, 64, 32, 4),
+    128: Sizes(512, 64, 64, 16, 32, 16, 8),
 }
 
 

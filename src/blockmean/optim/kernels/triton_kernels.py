@@ -90,6 +90,33 @@ def store2(pointer, i, j, stride, rows, columns, value):
     tl.store(pointer + (i[:, None] * stride + j[None, :]), value, mask=mask)
 
 
+@triton.jit
+def product(a, i, a_i, a_c, rows, b, j, b_c, b_j, columns, length, value, PRECISION: tl.constexpr):
+    """value + A B, (i, c) times (c, j), by strides; 32 of the sum at a time, for which registers suffice."""
+    for start in range(0, length, 32):
+        c = start + tl.arange(0, 32)
+        A = tl.load(
+            a + (i[:, None] * a_i + c[None, :] * a_c), mask=(i < rows)[:, None] & (c < length)[None, :], other=0.0
+        )
+        B = tl.load(
+            b + (c[:, None] * b_c + j[None, :] * b_j), mask=(c < length)[:, None] & (j < columns)[None, :], other=0.0
+        )
+        value = tl.dot(A, B, value, input_precision=PRECISION)
+    return value
+
+
+@triton.jit
+def batched(a, b, value, PRECISION: tl.constexpr):
+    """value + a b, batch by batch: a batch is a warp's, but a single one is everybody's."""
+    if a.shape[0] > 1:
+        value = tl.dot(a, b, value, input_precision=PRECISION)
+    else:
+        one, other = tl.reshape(a, (a.shape[1], a.shape[2])), tl.reshape(b, (b.shape[1], b.shape[2]))
+        flat = tl.reshape(value, (a.shape[1], b.shape[2]))
+        value = tl.reshape(tl.dot(one, other, flat, input_precision=PRECISION), (1, a.shape[1], b.shape[2]))
+    return value
+
+
 # -------------------------------------------------------------------- pass 1
 
 
@@ -135,11 +162,11 @@ def project(
         length = tl.sum(tl.sum(g * g, 2), 0)
         total += length
         tl.store(lengths + at + r, length, mask=r < left)
-        GV = tl.sum(tl.dot(g, V, input_precision=PRECISION), 0)
+        GV = tl.sum(batched(g, V, tl.zeros((STRIP // PIECE, STEP, Q_PAD), tl.float32), PRECISION), 0)
         store2(GV_part + at * q, r, qs, q, left, q, sign * GV)
         U = tl.trans(load2(unit_means + at * width, r, ks, width, left, k))
         U = tl.broadcast_to(U[None, :, :], (STRIP // PIECE, K_PAD, STEP))
-        UG = tl.dot(U, g, UG, input_precision=PRECISION)
+        UG = batched(U, g, UG, PRECISION)
     tl.store(
         scratch + tl.load(matrix + WIDE) + block * k * I + (ks[None, :, None] * I + columns[:, None, :]), sign * UG,
         mask=(ks < k)[None, :, None] & within[:, None, :],
@@ -203,15 +230,16 @@ def unit_side(
     for strip in range(0, tl.cdiv(size(matrix, INPUTS), STRIP)):
         GV += load2(GV_part + O.to(tl.int64) * strip * q, r, qs, q, left, q)
         lengths += tl.load(length_part + O.to(tl.int64) * strip + r, mask=r < left, other=0.0)
-    means = floats(matrix, UNIT_MEANS) + at * width
-    small = scratch + tl.load(matrix + SMALL)
-    K = load2(small, ks, qs, q, k, q)
-    R = GV - tl.dot(load2(means, r, ks, width, left, k), K, input_precision=PRECISION)
+    tl.debug_barrier()  # every warp has loaded the first part, whose place GV takes
+    store2(GV_part, r, qs, q, left, q, GV)
+    means, K = floats(matrix, UNIT_MEANS) + at * width, scratch + tl.load(matrix + SMALL)
+    R = GV - product(means, r, width, 1, left, K, qs, q, 1, q, k, tl.zeros_like(GV), PRECISION)
     tl.store(scratch + tl.load(matrix + R_PARTS) + block * q + qs, tl.sum(R * R, 0), mask=qs < q)
-    X, MV = load2(means + k, r, ks, width, left, k), load2(means + 2 * k, r, qs, width, left, q)
-    X = lerp(X, tl.dot(GV, tl.trans(K), input_precision=PRECISION), FOLLOW)
-    store2(means + k, r, ks, width, left, k, X)
+    MV = load2(means + 2 * k, r, qs, width, left, q)
     store2(means + 2 * k, r, qs, width, left, q, lerp(MV, GV, number(matrix, 0)))
+    tl.debug_barrier()  # GV can be loaded
+    GVK = product(GV_part, r, q, 1, left, K, ks, 1, q, k, q, tl.zeros((BLOCK, K_PAD), tl.float32), PRECISION)
+    store2(means + k, r, ks, width, left, k, lerp(load2(means + k, r, ks, width, left, k), GVK, FOLLOW))
     rows = scratch + tl.load(matrix + ROWS) + at
     tl.store(rows + r, lengths - tl.sum(GV * GV, 1), mask=r < left)
     tl.store(rows + O + r, lengths, mask=r < left)
@@ -229,20 +257,21 @@ def input_side(
     block = tl.load(blocks + 2 * tl.program_id(0) + 1)
     I, k, q = size(matrix, INPUTS), size(matrix, K_COLUMNS), size(matrix, Q_COLUMNS)
     j, ks, qs = (block * BLOCK).to(tl.int32) + tl.arange(0, BLOCK), tl.arange(0, K_PAD), tl.arange(0, Q_PAD)
-    UG = load2(scratch + tl.load(matrix + WIDE), ks, j, I, k, I)
-    means, small = floats(matrix, INPUT_MEANS), scratch + tl.load(matrix + SMALL)
-    K, V = load2(small, ks, qs, q, k, q), load2(means, qs, j, I, q, I)
-    L = UG - tl.dot(K, V, input_precision=PRECISION)
+    UG_place = scratch + tl.load(matrix + WIDE)
+    UG = load2(UG_place, ks, j, I, k, I)
+    means, K, K_m = floats(matrix, INPUT_MEANS), scratch + tl.load(matrix + SMALL), floats(matrix, GRAND_MEANS)
+    KV = product(K, ks, q, 1, k, means, j, I, 1, I, q, tl.zeros_like(UG), PRECISION)
+    L = UG - KV
     LL = tl.dot(L, tl.trans(L), input_precision=PRECISION)
     store2(scratch + tl.load(matrix + L_PARTS) + block * k * k, ks, ks, k, k, k, LL)
-    follow = means + q.to(tl.int64) * I
-    Y = lerp(load2(follow, qs, j, I, q, I), tl.dot(tl.trans(K), UG, input_precision=PRECISION), FOLLOW)
-    store2(follow, qs, j, I, q, I, Y)
-    average = means + 2 * q.to(tl.int64) * I
+    follow, average = means + q * I.to(tl.int64), means + 2 * q * I.to(tl.int64)
+    KUG = product(K, qs, 1, q, q, UG_place, j, I, 1, I, k, tl.zeros((Q_PAD, BLOCK), tl.float32), PRECISION)
+    store2(follow, qs, j, I, q, I, lerp(load2(follow, qs, j, I, q, I), KUG, FOLLOW))
     UM = lerp(load2(average, ks, j, I, k, I), UG, number(matrix, 0))
     store2(average, ks, j, I, k, I, UM)
-    K_m = lerp(load2(floats(matrix, GRAND_MEANS), ks, qs, q, k, q), K, number(matrix, 0))  # stored by `grand`
-    right = UM - tl.dot(K_m, V, input_precision=PRECISION)
+    # K_m as `grand` will store it, times Vᵀ
+    KmV = product(K_m, ks, q, 1, k, means, j, I, 1, I, q, tl.zeros_like(UG), PRECISION)
+    right = UM - lerp(KmV, KV, number(matrix, 0))
     store2(scratch + tl.load(matrix + RIGHT), ks, j, I, k, I, right)
 
 
@@ -326,7 +355,7 @@ def direct(
     means, rows = floats(matrix, UNIT_MEANS) + at * width, scratch + tl.load(matrix + ROWS) + at
     U = load2(means, r, ks, width, left, k)
 
-    ULL = tl.dot(U, load2(share_c + 2, ks, ks, k, k, k), input_precision=PRECISION)
+    ULL = product(means, r, width, 1, left, share_c + 2, ks, k, 1, k, k, tl.zeros_like(U), PRECISION)
     f, length = tl.load(rows + r, mask=r < left, other=0.0), tl.load(rows + O + r, mask=r < left, other=0.0)
     e = tl.maximum(tl.abs(f - tl.sum(ULL * U, 1)), tl.maximum(tl.load(share_c) * f, length * LEAST))
     v_E = tl.load(means + (r * width + width - 1), mask=r < left, other=0.0)
@@ -339,9 +368,9 @@ def direct(
     tl.store(rows + 2 * O + r, c * d, mask=r < left)
 
     MV = load2(means + 2 * k, r, qs, width, left, q)
-    of_inputs = MV - tl.dot(U, load2(grand_means, ks, qs, q, k, q), input_precision=PRECISION)
+    of_inputs = MV - product(means, r, width, 1, left, grand_means, qs, q, 1, q, k, tl.zeros_like(MV), PRECISION)
     of_inputs = of_inputs * tl.load(of_R + q + qs, mask=qs < q, other=0.0)[None, :] - d[:, None] * MV
-    of_inputs = tl.dot(U, load2(small + k * q, ks, qs, q, k, q), of_inputs, input_precision=PRECISION)
+    of_inputs = product(means, r, width, 1, left, small + k * q, qs, q, 1, q, k, of_inputs, PRECISION)
     of_units = U * (tl.load(of_R + 2 * q + ks, mask=ks < k, other=0.0)[None, :] - d[:, None])
     out = scratch + tl.load(matrix + THIN) + at * (q + k)
     store2(out, r, qs, q + k, left, q, c * of_inputs)
