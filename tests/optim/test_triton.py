@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.accelerator import SHARED, TARGETS, Launch, Launches, Recorder, build, fake_cuda, resources
-from support.anova_reference import Matrix
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blockmean.optim.kernels import triton_anova
 from blockmean.optim.kernels.triton_anova import Numbers, Shape, TritonMatrices, padded, why_not
+from support.accelerator import SHARED, TARGETS, Launch, Launches, Recorder, build, fake_cuda, resources
+from support.anova_reference import Matrix
 
 TESTS = Path(__file__).parents[1]
 CASES = ("several", "usual", "many", "types", "transposed", "bad", "alone", "traffic")
@@ -132,12 +132,12 @@ def test_the_table_is_copied_only_if_something_in_it_has_changed(monkeypatch: py
     monkeypatch.setattr(triton_anova, "_kernels", lambda: recorder)
     recorder, copied = Recorder(kernels()), []
     matrices = TritonMatrices([Shape(16, 24, 3, 4)], "cpu")
-    monkeypatch.setattr(matrices, "_to_device", lambda values: copied.append(values) or torch.tensor(values))
+    monkeypatch.setattr(matrices, "_on_host", lambda values: copied.append(values) or torch.tensor(values))
     param, grad, state, numbers = example(Shape(16, 24, 3, 4))
     for given in (grad, grad, grad.clone()):
         matrices.read([param], [given], [state], [numbers])
         matrices.write(torch.ones(1))
-    assert len(copied) == 2
+    assert len(copied) == 2 and len(copied[0]) == triton_anova.COLUMNS == kernels().FIELDS.value
     matrices.read([param], [given], [state], [numbers._replace(weight_decay=0.1)])
     assert len(copied) == 3
 
@@ -185,7 +185,8 @@ def test_everything_compiles_without_spills(record: Any, target: str) -> None:
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("means", [64, 128])
 def test_many_means_compile_without_spills(record: Any, means: int) -> None:
-    compiled(record(Shape(128, 128, means, means), precision="tf32x3"), "sm_80")
+    launches = record(Shape(128, 128, means, means), precision="tf32x3")
+    compiled([launch for launch in launches if launch.name not in ("collect", "gather", "unit_side")], "sm_80")
 
 
 # ------------------------------------------------------------ what is refused
@@ -200,13 +201,17 @@ def test_why_not() -> None:
 
 
 def test_nothing_but_a_launch_imports_triton() -> None:
-    code = "import sys, blockmean.optim.kernels.triton_anova as t; t.why_not('cuda'); assert 'triton' not in sys.modules"
+    code = (
+        "import sys, blockmean.optim.kernels.triton_anova as t; t.why_not('cuda'); assert 'triton' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 def test_what_does_not_fit_the_shapes_is_refused() -> None:
-    with pytest.raises(ValueError, match="k must be in"):
+    with pytest.raises(ValueError, match="cannot have k = 5"):
         TritonMatrices([Shape(4, 9, 5, 1)], "cpu")
+    with pytest.raises(ValueError, match="no matrices"):
+        TritonMatrices([], "cpu")
     with pytest.raises(ValueError, match="precision must be"):
         TritonMatrices([Shape(4, 9, 1, 1)], "cpu", precision="tf32")
     matrices = TritonMatrices([Shape(16, 24, 3, 4)], "cpu")
@@ -243,4 +248,4 @@ def test_launches_of_a_known_optimizer_are_counted() -> None:
         optimizer.step()
         with Launches() as count:
             optimizer.step()
-    assert 5 <= count.launches.total() <= 12 and not count.waits and not count.copies
+    assert count.launches.total() == 8 and not count.waits and not count.copies

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import re
 import subprocess
 import tempfile
@@ -107,14 +106,24 @@ def resources(compiled: Any) -> Resources:
 
 def fake_cuda() -> None:
     """Let a build of torch without CUDA make fake tensors on "cuda": its device guard becomes that of "meta"."""
-    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 22).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     kinds = torch._C._autograd.DeviceType
     if guards[int(kinds.CUDA)] is None:
         guards[int(kinds.CUDA)] = guards[int(kinds.Meta)]
 
 
-FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh", "alias", "set_"}
+FREE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "lift_fresh",
+    "alias",
+    "set_",
+}
 WAITS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero"}
 TENSORS, BLOCKS, CHUNK = (770, 448, 336, 252, 210), 2240, 65536  # MultiTensorApply.cuh of CUDA 13
 
@@ -129,6 +138,8 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, given = func._schema.name.split("::")[1], _tensors((args, kwargs))
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
         if name in WAITS and given[0].device.type == "cuda":
             self.waits[name] += 1
             return True if given[0].dtype == torch.bool else 1
@@ -136,7 +147,12 @@ class Launches(TorchDispatchMode):
         devices = {x.device.type for x in given + _tensors(out)}
         if "cuda" in devices and "cpu" in devices and "copy" in name:
             self.copies[name] += 1
-        if "cuda" in devices and not func.is_view and name not in FREE and sum(x.numel() for x in given + _tensors(out)):
+        if (
+            "cuda" in devices
+            and not func.is_view
+            and name not in FREE
+            and sum(x.numel() for x in given + _tensors(out))
+        ):
             self.launches[name] += self._grouped(args, name) if name.startswith(("_foreach", "_fused")) else 1
         return out
 

@@ -17,11 +17,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
-from support.anova_reference import Matrix, Rates
 from triton.runtime.interpreter import InterpreterBuilder
 
 from blockmean.optim.kernels import triton_anova
 from blockmean.optim.kernels.triton_anova import SIZES, Numbers, Shape, Sizes, TritonMatrices
+from support.anova_reference import Matrix, Rates
 
 SMALL = Sizes(tile=32, strip=64, piece=16, step=32, update_strip=64, block=32, warps=4)
 """Many tiles in small matrices."""
@@ -29,7 +29,13 @@ SMALL = Sizes(tile=32, strip=64, piece=16, step=32, update_strip=64, block=32, w
 
 def numbers_of(rates: Rates) -> Numbers:
     return Numbers(
-        torch.tensor([rates.lr], dtype=torch.float32), rates.beta1, rates.mean_beta, rates.beta2, rates.weight_decay, rates.eps, rates.sign
+        torch.tensor([rates.lr], dtype=torch.float32),
+        rates.beta1,
+        rates.mean_beta,
+        rates.beta2,
+        rates.weight_decay,
+        rates.eps,
+        rates.sign,
     )
 
 
@@ -60,12 +66,16 @@ def compare(
     params = [torch.tensor(m.param).to(param_type) for m in matrices]
     run, worst = TritonMatrices(shapes_of(matrices), "cpu", sizes=sizes), defaultdict[str, float](float)
     for _ in range(steps):
-        grads = [torch.tensor(rng.standard_normal(p.shape) * (not m.zero)).to(grad_type) for p, m in zip(params, matrices)]
+        grads = [
+            torch.tensor(rng.standard_normal(p.shape) * (not m.zero)).to(grad_type)
+            for p, m in zip(params, matrices, strict=True)
+        ]
         before = [p.double() for p in params]
         given = [grad.T.contiguous().T for grad in grads] if transposed else grads
         totals = run.read(params, given, states, numbers).tolist()
         run.write(torch.ones(1))
-        for m, rate, param, grad, old, state, total in zip(matrices, rates, params, grads, before, states, totals):
+        columns = matrices, rates, params, grads, before, states, totals
+        for m, rate, param, grad, old, state, total in zip(*columns, strict=True):
             m.param = old.numpy()
             wanted = m.step(grad.double().numpy(), rate)
             worst["total"] = max(worst["total"], abs(total - wanted) / max(wanted, 1e-30))
@@ -87,7 +97,9 @@ def several() -> list[dict[str, float]]:
         matrices = [Matrix(7, 9, 7, 2, rng), Matrix(33, 70, 5, 3, rng), Matrix(20, 24, 0, 4, rng, zero=True)]
         for _ in range(2):
             O, I = (int(n) for n in rng.integers(1, 90, 2))
-            matrices.append(Matrix(O, I, int(rng.integers(0, min(O, 40) + 1)), int(rng.integers(1, min(I, 40) + 1)), rng))
+            matrices.append(
+                Matrix(O, I, int(rng.integers(0, min(O, 40) + 1)), int(rng.integers(1, min(I, 40) + 1)), rng)
+            )
         matrices.append(Matrix(40, 16, 3, 0, rng))
         rates = [
             Rates(10.0 ** -rng.integers(1, 5), 0.9, 0.97, 0.99, rng.random() * 0.2, 1e-8, (-1.0) ** i)
@@ -100,7 +112,9 @@ def several() -> list[dict[str, float]]:
 
 def usual() -> dict[str, float]:
     """The tiles that are used, more than one of them each way."""
-    return compare([Matrix(530, 264, 32, 32, np.random.default_rng(1))], [Rates()], steps=1, sizes=SIZES[32]._replace(step=128))
+    return compare(
+        [Matrix(530, 264, 32, 32, np.random.default_rng(1))], [Rates()], steps=1, sizes=SIZES[32]._replace(step=128)
+    )
 
 
 def many() -> dict[str, float]:

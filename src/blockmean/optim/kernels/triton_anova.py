@@ -33,6 +33,9 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 STATE = ("exp_avg", "unit_means", "input_means", "grand_means")
 
+COLUMNS = 24
+"""Of the table; `triton_kernels` says which."""
+
 
 class Shape(NamedTuple):
     """A matrix and the columns of U and V."""
@@ -83,12 +86,19 @@ def why_not(device: torch.device | str, shapes: Sequence[Shape] = ()) -> str | N
     """
     if torch.device(device).type != "cuda":  # torch calls AMD's cuda as well
         return f"parameters are on {torch.device(device).type}, not on a GPU"
-    for shape in shapes:
-        if max(shape.k, shape.q) > LARGEST:
-            return f"k = {shape.k}, q = {shape.q}: at most {LARGEST} means of a side"
-        if shape.inputs * LARGEST >= 2**31 or shape.units >= 2**31:
-            return f"a matrix of {shape.units} × {shape.inputs} is too large for offsets of 32 bits"
-    return None if find_spec("triton") else "triton is not installed"
+    reasons = filter(None, map(_why_not, shapes))
+    return next(reasons, None if find_spec("triton") else "triton is not installed")
+
+
+def _why_not(shape: Shape) -> str | None:
+    O, I, k, q = shape
+    if not (O and I and 0 <= k <= O and 0 <= q <= I):
+        return f"{O} × {I} entries cannot have k = {k} and q = {q}"
+    if max(k, q) > LARGEST:
+        return f"k = {k}, q = {q}: at most {LARGEST} means of a side"
+    if I * LARGEST >= 2**31 or O >= 2**31:
+        return f"a matrix of {O} × {I} is too large for offsets of 32 bits"
+    return None
 
 
 def padded(columns: int) -> int:
@@ -99,8 +109,8 @@ def padded(columns: int) -> int:
 class TritonMatrices:
     """Matrices of given shapes on one device, which take their steps together.
 
-    `read` takes pass 1 and gives ‖G‖² of every matrix; `write` takes the rest of the step. Nothing waits for the device.
-    Between the two the caller decides whether the gradients are good:
+    `read` takes pass 1 and gives ‖G‖² of every matrix; `write` takes the rest of the step. Neither waits for the
+    device. Between the two the caller decides whether the gradients are good:
 
         totals = matrices.read(params, grads, states, numbers)
         matrices.write(ok=totals.isfinite().all().float())
@@ -123,19 +133,22 @@ class TritonMatrices:
         sizes: Sizes | None = None,
     ) -> None:
         self.shapes, self.device = [Shape(*shape) for shape in shapes], torch.device(device)
-        for shape in self.shapes:
-            if not (0 <= shape.k <= min(shape.units, LARGEST) and 0 <= shape.q <= min(shape.inputs, LARGEST)):
-                raise ValueError(f"{shape}: k must be in [0, min(O, {LARGEST})], q in [0, min(I, {LARGEST})]")
+        if reason := next(filter(None, map(_why_not, self.shapes)), None if self.shapes else "there are no matrices"):
+            raise ValueError(reason)
         if precision not in (None, "ieee", "tf32x3"):
             raise ValueError(f"precision must be 'ieee' or 'tf32x3', not {precision!r}")
         plain = torch.version.hip is not None or self.device.type != "cuda"  # tf32x3 is CUDA's
         self.precision = precision or ("ieee" if plain else "tf32x3")
         self.k_pad = max(padded(shape.k) for shape in self.shapes)
         self.q_pad = max(padded(shape.q) for shape in self.shapes)
-        self.sizes = sizes or SIZES[max(32, self.k_pad, self.q_pad)]
+        most = max(32, self.k_pad, self.q_pad)
+        self.sizes = sizes or SIZES[most]
+        # Three products of 128 columns do not fit into the registers of pass 1.
+        self.read_precision = "ieee" if most == LARGEST else self.precision
         self._lay_out()
         self._rows: list[int] = []
-        self._table = self._scratch = torch.empty(0, device=self.device)
+        self._table = torch.empty(len(self.shapes) * COLUMNS, dtype=torch.int64, device=self.device)
+        self._scratch = torch.empty(0, device=self.device)
         self._kept: tuple[Any, ...] = ()
 
     def _lay_out(self) -> None:
@@ -178,7 +191,7 @@ class TritonMatrices:
                         into += i, tile, strip
         self.scratch_size = end
         maps = [*sums, units, inputs, projected[0] + projected[1], updated[0] + updated[1]]
-        flat = self._to_device(list(chain.from_iterable(maps)))
+        flat = self._on_host(list(chain.from_iterable(maps))).to(self.device, non_blocking=True)
         self.sums_read, self.sums_write, self.units, self.inputs, self.projected, self.updated = flat.split(
             [len(one) for one in maps]
         )
@@ -186,11 +199,10 @@ class TritonMatrices:
         self.project_spans = _spans(len(projected[0]) // 3, len(projected[1]) // 3)
         self.update_spans = _spans(len(updated[0]) // 3, len(updated[1]) // 3)
 
-    def _to_device(self, values: list[int]) -> Tensor:
+    def _on_host(self, values: list[int]) -> Tensor:
+        """In pinned memory for a GPU, which torch does not reuse before it has been copied."""
         host = torch.tensor(values, dtype=torch.int64)
-        if self.device.type != "cuda":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)  # torch frees pinned memory after the copy
+        return host.pin_memory() if self.device.type == "cuda" else host
 
     def read(
         self,
@@ -213,11 +225,11 @@ class TritonMatrices:
         ]
         self._check(params, grads, states, numbers)
         if rows != self._rows:
-            self._table, self._rows = self._to_device(rows), rows
+            self._rows = rows
+            self._table.copy_(self._on_host(rows), non_blocking=True)  # in place: a captured graph has its address
         self._types = params[0].dtype, grads[0].dtype
         # What may be loaded 16 bytes at a time
-        columns = len(rows) // len(params)
-        self._aligned = not any(address % 16 for column in range(3) for address in rows[column::columns])
+        self._aligned = not any(address % 16 for column in range(3) for address in rows[column::COLUMNS])
         self._kept = params, grads, states, numbers  # until `write`
         self._scratch = torch.empty(self.scratch_size, dtype=torch.float32, device=self.device)
         kernels, sizes = _kernels(), self.sizes
@@ -227,7 +239,7 @@ class TritonMatrices:
                 kernels.project[(count,)](
                     self._table, self.projected, self._scratch, first, GRAD_TYPE=_type(grads[0].dtype),
                     ALIGNED=aligned and self._aligned, **pads, TILE=sizes.tile, STRIP=sizes.strip, STEP=sizes.step,
-                    PIECE=sizes.piece, PRECISION=self.precision, num_warps=8, num_stages=1,
+                    PIECE=sizes.piece, PRECISION=self.read_precision, num_warps=8, num_stages=1,
                 )  # fmt: skip
             kernels.collect[(len(self.inputs) // 2,)](
                 self._table, self.inputs, self._scratch, **pads, BLOCK=sizes.block, TILE=sizes.tile,
@@ -250,15 +262,18 @@ class TritonMatrices:
             kernels.unit_side[(len(units) // 2,)](ok, table, units, scratch, STRIP=sizes.strip, **sides)
             kernels.input_side[(len(inputs) // 2,)](ok, table, inputs, scratch, **sides)
             self._gather(self.sums_write)
-            kernels.grand[(len(self.shapes),)](ok, table, scratch, **pads, STEP=16, num_warps=4)
+            kernels.grand[(len(self.shapes),)](ok, table, scratch, **pads, STEP=16, num_warps=8)
             kernels.direct[(len(units) // 2,)](ok, table, units, scratch, **sides)
             for aligned, first, count in self.update_spans:
                 kernels.update[(count,)](
                     ok, table, self.updated, scratch, first, PARAM_TYPE=param_type, GRAD_TYPE=grad_type,
-                    ALIGNED=aligned and self._aligned, **pads, TILE=sizes.tile, STRIP=sizes.update_strip, STEP=sizes.step,
-                    PRECISION=self.precision, num_warps=8, num_stages=1,
+                    ALIGNED=aligned and self._aligned, **pads, TILE=sizes.tile, STRIP=sizes.update_strip,
+                    STEP=sizes.step, PRECISION=self.precision, num_warps=8, num_stages=1,
                 )  # fmt: skip
-        self._kept, self._scratch = (), torch.empty(0, device=self.device)  # the allocator keeps the order of the stream
+        self._kept, self._scratch = (
+            (),
+            torch.empty(0, device=self.device),
+        )  # the allocator keeps the order of the stream
 
     def _gather(self, sums: Tensor) -> None:
         if len(sums):

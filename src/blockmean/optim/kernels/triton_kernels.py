@@ -137,7 +137,9 @@ def project(
     sign = number(matrix, 5)
     width = 2 * k + q + 1
     # A batch of PIECE columns for every warp: short sums need few registers, which the three parts of tf32x3 fill.
-    columns = (strip * STRIP).to(tl.int32) + tl.arange(0, STRIP // PIECE)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    columns = (
+        (strip * STRIP).to(tl.int32) + tl.arange(0, STRIP // PIECE)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    )
     within = columns < I
     ks, qs, r = tl.arange(0, K_PAD), tl.arange(0, Q_PAD), tl.arange(0, STEP)
     V = tl.load(
@@ -185,7 +187,7 @@ def collect(
     I, k, q = size(matrix, INPUTS), size(matrix, K_COLUMNS), size(matrix, Q_COLUMNS)
     j, ks, qs = (block * BLOCK).to(tl.int32) + tl.arange(0, BLOCK), tl.arange(0, K_PAD), tl.arange(0, Q_PAD)
     wide, UG = scratch + tl.load(matrix + WIDE), tl.zeros((K_PAD, BLOCK), tl.float32)
-    for tile in range(0, tl.cdiv(size(matrix, UNITS), TILE)):
+    for tile in range(tl.cdiv(size(matrix, UNITS), TILE)):
         UG += load2(wide + I.to(tl.int64) * tile * k, ks, j, I, k, I)
     V = tl.trans(load2(floats(matrix, INPUT_MEANS), qs, j, I, q, I))
     K_part = scratch + tl.load(matrix + K_PARTS) + block * k * q
@@ -227,7 +229,7 @@ def unit_side(
     r, ks, qs = tl.arange(0, BLOCK), tl.arange(0, K_PAD), tl.arange(0, Q_PAD)
     GV_part, length_part = scratch + tl.load(matrix + THIN) + at * q, scratch + tl.load(matrix + LENGTHS) + at
     GV, lengths = tl.zeros((BLOCK, Q_PAD), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for strip in range(0, tl.cdiv(size(matrix, INPUTS), STRIP)):
+    for strip in range(tl.cdiv(size(matrix, INPUTS), STRIP)):
         GV += load2(GV_part + O.to(tl.int64) * strip * q, r, qs, q, left, q)
         lengths += tl.load(length_part + O.to(tl.int64) * strip + r, mask=r < left, other=0.0)
     tl.debug_barrier()  # every warp has loaded the first part, whose place GV takes
@@ -298,11 +300,12 @@ def grand(ok, matrices, scratch, K_PAD: tl.constexpr, Q_PAD: tl.constexpr, STEP:
     variance, rest_variance, factor = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     w1, wm, wE = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
     w1, wm, wE = w1 + w1_rate * (1 - w1), wm + wm_rate * (1 - wm), wE + wE_rate * (1 - wE)
-    tl.debug_barrier()  # every warp has loaded the scalars that are stored below
+    ks, qs = tl.arange(0, K_PAD), tl.arange(0, Q_PAD)
+    old_R, old_L = tl.load(v_R + qs, mask=qs < q, other=0.0), tl.load(v_L + ks, mask=ks < k, other=0.0)
+    tl.debug_barrier()  # every warp has loaded what is stored below
     noise = tl.sqrt_rn(total) * NOISE
 
     squares = tl.zeros((STEP, Q_PAD), tl.float32)
-    qs = tl.arange(0, Q_PAD)
     for start in range(0, k, STEP):
         i = start + tl.arange(0, STEP)
         K, K_m, v = load2(small, i, qs, q, k, q), load2(means, i, qs, q, k, q), load2(v_K, i, qs, q, k, q)
@@ -313,12 +316,11 @@ def grand(ok, matrices, scratch, K_PAD: tl.constexpr, Q_PAD: tl.constexpr, STEP:
         store2(small + k * q, i, qs, q, k, q, K_m / root(v, wm, eps + noise))
 
     SR = tl.load(of_R + qs, mask=qs < q, other=0.0)
-    v = lerp(tl.load(v_R + qs, mask=qs < q, other=0.0), SR / O, wm_rate)
+    v = lerp(old_R, SR / O, wm_rate)
     tl.store(v_R + qs, v, mask=qs < q)
     tl.store(of_R + q + qs, 1 / root(v, wm, eps + noise / tl.sqrt_rn(O)), mask=qs < q)
-    ks = tl.arange(0, K_PAD)
     LL = tl.load(share_c + 2 + ks * (k + 1), mask=ks < k, other=0.0)
-    v = lerp(tl.load(v_L + ks, mask=ks < k, other=0.0), LL / I, wm_rate)
+    v = lerp(old_L, LL / I, wm_rate)
     tl.store(v_L + ks, v, mask=ks < k)
     tl.store(of_R + 2 * q + ks, 1 / root(v, wm, eps + noise / tl.sqrt_rn(I)), mask=ks < k)
 
@@ -347,7 +349,12 @@ def direct(
     matrix = matrices + FIELDS * tl.load(blocks + 2 * tl.program_id(0))
     at = tl.load(blocks + 2 * tl.program_id(0) + 1) * BLOCK
     O, k, q = size(matrix, UNITS), size(matrix, K_COLUMNS), size(matrix, Q_COLUMNS)
-    units, inputs, width, left = O.to(tl.float32), size(matrix, INPUTS).to(tl.float32), 2 * k + q + 1, O - at.to(tl.int32)
+    units, inputs, width, left = (
+        O.to(tl.float32),
+        size(matrix, INPUTS).to(tl.float32),
+        2 * k + q + 1,
+        O - at.to(tl.int32),
+    )
     r, ks, qs = tl.arange(0, BLOCK), tl.arange(0, K_PAD), tl.arange(0, Q_PAD)
     grand_means, small = floats(matrix, GRAND_MEANS), scratch + tl.load(matrix + SMALL)
     of_R = small + 2 * k * q
