@@ -4,13 +4,14 @@ Nine launches take a step of all matrices together, whatever their shapes; two m
 of 16 bytes. `triton_kernels` has the code of the device and is imported when it is first launched. Starts and refreshes
 are not here: `decomposition` does them.
 
-Bytes of global memory for a parameter, float32, k = q = 32, without the parts of 1/O and 1/I:
+Bytes of global memory for a parameter, float32, k = q = 32:
 
-    pass 1    G 4, parts of GV 8q/strip = 1 and of UG 8k/tile = 0.5, each written and read    5.5
-    pass 2    G, M, θ read, M, θ written                                                        20
+    pass 1    G 4, parts of GV 8q/strip = 1 and of UG 8k/tile = 0.5, which are written and read     5.5
+    pass 2    G, M, θ read, M, θ written                                                             20
+    means     states, left and right: about 2000/O + 2000/I
 
-which is less than the 28 of a fused AdamW. Reading G once for each product would cost 8 instead of 5.5. U, V and the
-factors of pass 2 are read again for every tile, from the cache.
+25.5 for large matrices and 31 for 768 × 768, where a fused AdamW has 28. Reading G once for each of its two products
+would cost 8 instead of 5.5. U, V, left and right are read again for every tile, from the cache.
 """
 
 from __future__ import annotations
@@ -115,8 +116,9 @@ class TritonMatrices:
         totals = matrices.read(params, grads, states, numbers)
         matrices.write(ok=totals.isfinite().all().float())
 
-    Shapes, and with them the maps of tiles, stay. Addresses are looked up at every step, and the table is copied to the
-    device, once, if one of them or a number has changed.
+    A step may also end with `read`. Shapes, and with them the maps of tiles, stay. Addresses are looked up at every
+    step, and the table is copied to the device, once, if one of them or a number has changed. All parameters have one
+    dtype and all gradients one; numbers may differ, so that all groups of an optimizer fit into one list.
 
     Args:
         shapes: of the matrices, in order.
@@ -137,8 +139,7 @@ class TritonMatrices:
             raise ValueError(reason)
         if precision not in (None, "ieee", "tf32x3"):
             raise ValueError(f"precision must be 'ieee' or 'tf32x3', not {precision!r}")
-        plain = torch.version.hip is not None or self.device.type != "cuda"  # tf32x3 is CUDA's
-        self.precision = precision or ("ieee" if plain else "tf32x3")
+        self.precision = precision or ("tf32x3" if _has_tf32(self.device) else "ieee")
         self.k_pad = max(padded(shape.k) for shape in self.shapes)
         self.q_pad = max(padded(shape.q) for shape in self.shapes)
         most = max(32, self.k_pad, self.q_pad)
@@ -190,7 +191,8 @@ class TritonMatrices:
                     for strip in range(-(-I // strip_width)):
                         into += i, tile, strip
         self.scratch_size = end
-        maps = [*sums, units, inputs, projected[0] + projected[1], updated[0] + updated[1]]
+        odd = [0] * (len(projected[0] + projected[1]) % 2)  # a map at another alignment would be another kernel
+        maps = [*sums, units, inputs, projected[0] + projected[1] + odd, updated[0] + updated[1]]
         flat = self._on_host(list(chain.from_iterable(maps))).to(self.device, non_blocking=True)
         self.sums_read, self.sums_write, self.units, self.inputs, self.projected, self.updated = flat.split(
             [len(one) for one in maps]
@@ -223,8 +225,8 @@ class TritonMatrices:
             )
             for value in self._row(param, grad, state, shape, number, offsets)
         ]
-        self._check(params, grads, states, numbers)
         if rows != self._rows:
+            self._check(params, grads, states, numbers)
             self._rows = rows
             self._table.copy_(self._on_host(rows), non_blocking=True)  # in place: a captured graph has its address
         self._types = params[0].dtype, grads[0].dtype
@@ -262,7 +264,7 @@ class TritonMatrices:
             kernels.unit_side[(len(units) // 2,)](ok, table, units, scratch, STRIP=sizes.strip, **sides)
             kernels.input_side[(len(inputs) // 2,)](ok, table, inputs, scratch, **sides)
             self._gather(self.sums_write)
-            kernels.grand[(len(self.shapes),)](ok, table, scratch, **pads, STEP=16, num_warps=8)
+            kernels.grand[(len(self.shapes),)](ok, table, scratch, **pads, STEP=8, num_warps=4)
             kernels.direct[(len(units) // 2,)](ok, table, units, scratch, **sides)
             for aligned, first, count in self.update_spans:
                 kernels.update[(count,)](
@@ -270,10 +272,8 @@ class TritonMatrices:
                     ALIGNED=aligned and self._aligned, **pads, TILE=sizes.tile, STRIP=sizes.update_strip,
                     STEP=sizes.step, PRECISION=self.precision, num_warps=8, num_stages=1,
                 )  # fmt: skip
-        self._kept, self._scratch = (
-            (),
-            torch.empty(0, device=self.device),
-        )  # the allocator keeps the order of the stream
+        # Memory that is freed here is reused by what comes later on the same stream.
+        self._kept, self._scratch = (), torch.empty(0, device=self.device)
 
     def _gather(self, sums: Tensor) -> None:
         if len(sums):
@@ -309,10 +309,8 @@ class TritonMatrices:
     ) -> None:
         """The device gets addresses: what stands there is checked here."""
         device = self.projected.device
-        for i, (param, grad, state, shape, number) in enumerate(
-            zip(params, grads, states, self.shapes, numbers, strict=True)
-        ):
-            O, I, k, q = shape
+        columns = zip(params, grads, states, self.shapes, numbers, strict=True)
+        for i, (param, grad, state, (O, I, k, q), number) in enumerate(columns):
             lengths = (O * I, O * (2 * k + q + 1), (2 * q + k) * I, 2 * k * q + q + k + 6)
             tensors = [(name, state[name], torch.float32, n) for name, n in zip(STATE, lengths, strict=True)]
             tensors += ("param", param, params[0].dtype, O * I), ("grad", grad, grads[0].dtype, O * I)
@@ -332,6 +330,11 @@ class TritonMatrices:
 
 def _spans(aligned: int, others: int) -> list[tuple[bool, int, int]]:
     return [span for span in ((True, 0, aligned), (False, aligned, others)) if span[2]]
+
+
+def _has_tf32(device: torch.device) -> bool:
+    """Tensor cores of Ampere or later; AMD's multiply float32 as it is."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _kernels() -> Any:

@@ -21,18 +21,9 @@ thread that stores it, or stored behind a barrier that comes after all loads of 
 import triton
 import triton.language as tl
 
-# Columns of the table, int64. Addresses first, then sizes, then offsets into scratch, then pairs of float32 numbers.
-PARAM = tl.constexpr(0)
-GRAD = tl.constexpr(1)
-EXP_AVG = tl.constexpr(2)
-UNIT_MEANS = tl.constexpr(3)
-INPUT_MEANS = tl.constexpr(4)
-GRAND_MEANS = tl.constexpr(5)
-LR = tl.constexpr(6)
-UNITS = tl.constexpr(7)
-INPUTS = tl.constexpr(8)
-K_COLUMNS = tl.constexpr(9)
-Q_COLUMNS = tl.constexpr(10)
+# Columns of the table, int64: addresses, sizes, offsets into scratch, pairs of float32 numbers.
+PARAM, GRAD, EXP_AVG, UNIT_MEANS, INPUT_MEANS, GRAND_MEANS, LR = map(tl.constexpr, range(7))
+UNITS, INPUTS, K_COLUMNS, Q_COLUMNS = map(tl.constexpr, range(7, 11))
 THIN = tl.constexpr(11)  # parts of GV, (strips, O, q); later left, (O, q+k)
 LENGTHS = tl.constexpr(12)  # parts of ‖G_i‖², (strips, O)
 WIDE = tl.constexpr(13)  # parts of UG, (tiles, k, I); later UG
@@ -49,8 +40,7 @@ FIELDS = tl.constexpr(24)
 FOLLOW = tl.constexpr(1 - 0.95)  # 1 − ρ
 LEAST = tl.constexpr(2.0**-18)
 NOISE = tl.constexpr(2.0**-19)
-LOWEST_FACTOR = tl.constexpr(0.7)
-HIGHEST_FACTOR = tl.constexpr(5.0)
+LOWEST_FACTOR, HIGHEST_FACTOR = tl.constexpr(0.7), tl.constexpr(5.0)
 LIFT = tl.constexpr(3e-3)
 ROOT_TINY = tl.constexpr(2.0**-63)
 
@@ -78,10 +68,10 @@ def lerp(start, end, weight):
 
 
 @triton.jit
-def load2(pointer, i, j, stride, rows, columns):
-    """Entries (i, j) of a (rows, columns) float32 matrix; zero beyond."""
+def load2(pointer, i, j, stride, rows, columns, stride_j=1):
+    """Entries (i, j) of a (rows, columns) matrix; zero beyond."""
     mask = (i < rows)[:, None] & (j < columns)[None, :]
-    return tl.load(pointer + (i[:, None] * stride + j[None, :]), mask=mask, other=0.0)
+    return tl.load(pointer + (i[:, None] * stride + j[None, :] * stride_j), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -95,12 +85,7 @@ def product(a, i, a_i, a_c, rows, b, j, b_c, b_j, columns, length, value, PRECIS
     """value + A B, (i, c) times (c, j), by strides; 32 of the sum at a time, for which registers suffice."""
     for start in range(0, length, 32):
         c = start + tl.arange(0, 32)
-        A = tl.load(
-            a + (i[:, None] * a_i + c[None, :] * a_c), mask=(i < rows)[:, None] & (c < length)[None, :], other=0.0
-        )
-        B = tl.load(
-            b + (c[:, None] * b_c + j[None, :] * b_j), mask=(c < length)[:, None] & (j < columns)[None, :], other=0.0
-        )
+        A, B = load2(a, i, c, a_i, rows, length, a_c), load2(b, c, j, b_c, length, columns, b_j)
         value = tl.dot(A, B, value, input_precision=PRECISION)
     return value
 
@@ -134,12 +119,10 @@ def project(
     G, unit_means = tl.load(matrix + GRAD).to(tl.pointer_type(GRAD_TYPE)), floats(matrix, UNIT_MEANS)
     if ALIGNED:
         I, G = I // 8 * 8, tl.multiple_of(G, 16)
-    sign = number(matrix, 5)
-    width = 2 * k + q + 1
+    sign, width = number(matrix, 5), 2 * k + q + 1
     # A batch of PIECE columns for every warp: short sums need few registers, which the three parts of tf32x3 fill.
-    columns = (
-        (strip * STRIP).to(tl.int32) + tl.arange(0, STRIP // PIECE)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
-    )
+    columns = tl.arange(0, STRIP // PIECE)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    columns += (strip * STRIP).to(tl.int32)
     within = columns < I
     ks, qs, r = tl.arange(0, K_PAD), tl.arange(0, Q_PAD), tl.arange(0, STEP)
     V = tl.load(
@@ -349,12 +332,7 @@ def direct(
     matrix = matrices + FIELDS * tl.load(blocks + 2 * tl.program_id(0))
     at = tl.load(blocks + 2 * tl.program_id(0) + 1) * BLOCK
     O, k, q = size(matrix, UNITS), size(matrix, K_COLUMNS), size(matrix, Q_COLUMNS)
-    units, inputs, width, left = (
-        O.to(tl.float32),
-        size(matrix, INPUTS).to(tl.float32),
-        2 * k + q + 1,
-        O - at.to(tl.int32),
-    )
+    inputs, width, left = size(matrix, INPUTS).to(tl.float32), 2 * k + q + 1, O - at.to(tl.int32)
     r, ks, qs = tl.arange(0, BLOCK), tl.arange(0, K_PAD), tl.arange(0, Q_PAD)
     grand_means, small = floats(matrix, GRAND_MEANS), scratch + tl.load(matrix + SMALL)
     of_R = small + 2 * k * q
@@ -371,7 +349,7 @@ def direct(
     tl.store(means + (r * width + width - 1), v_E, mask=r < left)
     noise = tl.sqrt_rn(tl.load(scratch + tl.load(blocks + 2 * tl.program_id(0)))) * NOISE
     wE, c = tl.load(grand_means + 2 * k * q + q + k + 5), tl.load(share_c + 1)
-    d = 1 / root(v_E, wE, number(matrix, 4) + noise / tl.sqrt_rn(units * inputs))
+    d = 1 / root(v_E, wE, number(matrix, 4) + noise / tl.sqrt_rn(O * inputs))
     tl.store(rows + 2 * O + r, c * d, mask=r < left)
 
     MV = load2(means + 2 * k, r, qs, width, left, q)
