@@ -81,26 +81,31 @@ def assert_close(errors: dict[str, float]) -> None:
     assert {name: error for name, error in errors.items() if not error < (2e-5 if name == "step" else CLOSE)} == {}
 
 
+@pytest.mark.slow
 def test_steps_of_several_matrices_are_those_of_a_dense_reference(interpreted: Any) -> None:
     for errors in interpreted["several"]:
         assert_close(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["usual", "many", "transposed"])
 def test_tiles_as_they_are_many_means_and_gradients_that_are_not_contiguous(interpreted: Any, case: str) -> None:
     assert_close(interpreted[case])
 
 
+@pytest.mark.slow
 def test_parameters_and_gradients_of_16_bits_are_rounded_once(interpreted: Any) -> None:
     assert len(interpreted["types"]) == 3
     for errors in interpreted["types"].values():
         assert_close(errors)
 
 
+@pytest.mark.slow
 def test_a_bad_gradient_shows_in_the_totals_and_leaves_every_bit_as_it_was(interpreted: Any) -> None:
     assert interpreted["bad"] == {"finite": [False, False, True], "read only": True, "untouched": True}
 
 
+@pytest.mark.slow
 def test_a_matrix_takes_the_same_step_whatever_else_is_in_the_list(interpreted: Any) -> None:
     assert interpreted["alone"] is True
 
@@ -108,6 +113,7 @@ def test_a_matrix_takes_the_same_step_whatever_else_is_in_the_list(interpreted: 
 # ------------------------------------------------------------ cost
 
 
+@pytest.mark.slow
 def test_bytes_of_global_memory_for_a_parameter(interpreted: Any) -> None:
     """768 × 768, float32, k = q = 32. A fused AdamW has 28; large matrices come down to 25.5."""
     asked, distinct = interpreted["traffic"]["asked"], interpreted["traffic"]["distinct"]

@@ -70,7 +70,7 @@ class Matrix:
             "input_means": np.concatenate([s[name] for name in PIECES["input_means"]], 0),
             "grand_means": np.concatenate([s[name].reshape(-1) for name in PIECES["grand_means"]]),
         }
-        return {name: torch.tensor(x, dtype=torch.float32) for name, x in joined.items()}
+        return {name: torch.tensor(np.ascontiguousarray(x), dtype=torch.float32) for name, x in joined.items()}
 
     def pieces(self, tensors: dict[str, torch.Tensor]) -> dict[str, Array]:
         """The opposite of `tensors`."""
