@@ -8,7 +8,8 @@ f(A) = Q f(w) Qᵀ itself has no such pole (Daleckii and Krein):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ JITTER = 1e-8
 
 NEGLIGIBLE = torch.finfo(torch.float32).tiny
 """Mean squares below this count as zero: their inverses overflow float32, and so would steps made of them."""
+
+MATMULS = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+PRECISION = "fp32_precision"  # from torch 2.9 on
 
 # Gauss-Legendre nodes and weights on [0, 1], exact to degree 7: for a power of x, over a gap of 5%, to 1e-14.
 _NODES = (0.06943184420297371, 0.33000947820757187, 0.6699905217924281, 0.9305681557970263)
@@ -57,6 +61,20 @@ def symmetrised(A: Tensor) -> Tensor:
 def times(matrix: Tensor, x: Tensor) -> Tensor:
     """The product of a matrix, or of the diagonal matrix that a vector stands for, with x, (L,)."""
     return matrix * x if matrix.ndim == 1 else matrix @ x
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Products in full float32, whatever the program has set: TF32 would ruin orthonormal bases."""
+    backends = [backend for backend in MATMULS if hasattr(backend, PRECISION)]
+    before = [getattr(backend, PRECISION) for backend in backends]
+    for backend in backends:
+        setattr(backend, PRECISION, "ieee")
+    try:
+        yield
+    finally:
+        for backend, kept in zip(backends, before, strict=True):
+            setattr(backend, PRECISION, kept)
 
 
 # ---------------------------------------------------------------- eigenvalues

@@ -200,11 +200,12 @@ def copied(param, state):
     return param.clone(), {name: x.clone() for name, x in state.items()}
 
 
-def native(problems, grads, numbers=NUMBERS, refresh=(), bounds=(2.0, 3.0), scratch=None):
+def native(problems, grads, numbers=NUMBERS, refresh=(), bounds=(2.0, 3.0), kept=None):
     params, states = zip(*problems, strict=True)
     refreshes = refresh or [False] * len(params)
-    scratch = torch.empty(0) if scratch is None else scratch
-    return NativeMatrices(params, grads, states, numbers, refreshes, [bounds] * len(params), scratch)
+    return NativeMatrices(
+        params, grads, states, numbers, refreshes, [bounds] * len(params), {} if kept is None else kept
+    )
 
 
 def compare(state, param, reference, scale):
@@ -249,7 +250,7 @@ def test_steps_agree_with_the_equations(shape, dtype, instructions):
         reference = Reference(param.double().numpy(), numpy_state(state), *shape[2:])
         reference.step(grad.double().numpy(), numbers)
         step = native([(param, state)], [grad], numbers)
-        assert serves(param, grad, state) and step.read() and step.write() == []
+        assert serves(param, grad, state) and step.read().isfinite() and step.write() == []
         compare(state, param, reference, 200)
 
 
@@ -265,7 +266,7 @@ def test_refreshes_agree_with_the_equations(shape, instructions):
         if refresh:
             reference.refresh(NUMBERS, *bounds)
         step = native([(param, state)], [grad], refresh=[refresh], bounds=bounds)
-        assert step.read() and step.write() == []
+        assert step.read().isfinite() and step.write() == []
         compare(state, param, reference, 20_000 if refresh else 200)
 
 
@@ -279,11 +280,11 @@ def run(problems, threads, steps=3):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        own, scratch = [copied(param, state) for param, state, _ in problems], torch.empty(0)
+        own, kept = [copied(param, state) for param, state, _ in problems], {}
         for t in range(steps):
             refresh = [t == 1] * len(own)
-            step = native(own, [grads[t] for *_, grads in problems], refresh=refresh, scratch=scratch)
-            assert step.read() and step.write() == []
+            step = native(own, [grads[t] for *_, grads in problems], refresh=refresh, kept=kept)
+            assert step.read().isfinite() and step.write() == []
     finally:
         torch.set_num_threads(before)
     return [x for param, state in own for x in (param, *state.values())]
@@ -306,7 +307,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     where = SHAPES.index((64, 64, 16, 16))
     grads[where] = grads[where].clone()
     grads[where][5, 63] = bad
-    assert not native(own, grads).read()
+    assert not native(own, grads).read().isfinite()
     for (param, state), (old, before, _) in zip(own, problems, strict=True):
         assert torch.equal(param, old) and all(torch.equal(state[name], x) for name, x in before.items())
 
@@ -316,7 +317,7 @@ def test_zero_gradients_leave_only_weight_decay(instructions):
     old = param.clone()
     for refresh in (False, True):
         step = native([(param, state)], [torch.zeros_like(param)], refresh=[refresh])
-        assert step.read() and step.write() == []
+        assert step.read().isfinite() and step.write() == []
     decay = (1 - NUMBERS["lr"] * NUMBERS["weight_decay"]) ** 2
     torch.testing.assert_close(param, old * decay, rtol=1e-6, atol=0)
     assert all(x.isfinite().all() for x in state.values())
@@ -331,9 +332,9 @@ def test_a_refresh_with_a_zero_column_is_left_to_torch(side):
     alone, before = copied(*own[1]), [state["unit_means"][:, :16].clone() for _, state in own]
     grads = [grads[0] for *_, grads in problems]
     step = native(own, grads, refresh=[True, True])
-    assert step.read() and step.write() == [1]
+    assert step.read().isfinite() and step.write() == [1]
     last = native([alone], grads[1:])
-    assert last.read() and last.write() == []
+    assert last.read().isfinite() and last.write() == []
     assert all(torch.equal(alone[1][name], x) for name, x in own[1][1].items()) and torch.equal(alone[0], own[1][0])
     assert not torch.equal(own[0][1]["unit_means"][:, :16], before[0])
 
@@ -349,7 +350,7 @@ def test_nearly_parallel_columns_stay_where_they_are(instructions):
     reference.X[:, 1] = reference.X[:, 0]  # equal in exact arithmetic
     reference.refresh(NUMBERS, 2.0, 3.0)
     step = native([(param, state)], [grads[0]], refresh=[True])
-    assert step.read() and step.write() == []
+    assert step.read().isfinite() and step.write() == []
     assert torch.equal(state["unit_means"][:, :3], columns)
     compare(state, param, reference, 20_000)
 

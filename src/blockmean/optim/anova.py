@@ -43,6 +43,7 @@ from torch.optim.optimizer import ParamsT
 from blockmean._checks import require, require_adamw, require_betas, require_number
 from blockmean.optim import sharding
 from blockmean.optim.base import (
+    NOT_OPTIONS,
     BaseOptimizer,
     GroupStep,
     State,
@@ -85,7 +86,8 @@ from blockmean.optim.decomposition import (
     waking,
 )
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
-from blockmean.optim.kernels.anova import NativeMatrices, serves
+from blockmean.optim.kernels.anova import NativeMatrices, of_device, serves, why_not
+from blockmean.optim.kernels.triton_anova import TritonStep
 from blockmean.optim.sharding import local
 
 
@@ -151,23 +153,8 @@ class Anova(BaseOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "means": means,
-            "mean_beta": mean_beta,
-            "refresh_every": refresh_every,
-            "maximize": maximize,
-            "nonfinite": nonfinite,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "foreach": foreach,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        options = {name: value for name, value in locals().items() if name not in NOT_OPTIONS}
+        super().__init__(params, options)
 
     def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
         super().check_options(group, ranges=ranges)
@@ -198,6 +185,20 @@ class Anova(BaseOptimizer):
             require(False, "refresh_every", owner, "a whole number >= 1", every)
         if not (means == "auto" or whole):
             require(False, "means", owner, "'auto', a whole number >= 0, or two of them (units, inputs)", means)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, or a module, optionally with options of its own."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for i, param in enumerate(distinct(group) if group["fused"] else ()):
+            k, q = means_of(param.shape, group["means"])
+            # Sharded ones take torch's operations: containers that shard put fused=True into every group.
+            if (k or q) and not sharding.is_distributed(param) and (reason := why_not(param, k, q)):
+                self.param_groups.pop()
+                raise RuntimeError(
+                    f"{type(self).__name__}(fused=True) takes kernels, which cannot serve {shown_names(group)[i]}: it "
+                    f"{reason}. Take fused=None."
+                )
 
     # ---------------------------------------------------------------- state
 
@@ -251,7 +252,8 @@ class Anova(BaseOptimizer):
         plain: list[int] = []
         matrices: list[int] = []
         native: list[int] = []
-        wanted = group["fused"] or (group["fused"] is None and group["foreach"] is None and not group["capturable"])
+        wanted = group["fused"] or (group["fused"] is None and group["foreach"] is None)
+        wanted = wanted and not (group["capturable"] and params[0].is_cpu)  # C++ has no masks
         for i, state in step.states.items():
             if state["exp_avg"].shape != params[i].shape:
                 raise ValueError(
@@ -276,29 +278,28 @@ class Anova(BaseOptimizer):
             means = batch.matrices.means
             batch.products = project(batch.matrices.gradients, means.U, means.V)
         step.evidence = [batch.products.total for batch in batches]
-        kernels = self._native(step, native) if native else None
-        if kernels and not kernels.read():
-            step.evidence.append(torch.tensor(math.nan))
+        kernels = self._kernels(step, native) if native else None
+        if kernels:
+            step.evidence.append(kernels.read())
         if grads := [step.grads[i] for i in plain]:
             step.evidence.append(torch.stack(torch._foreach_norm(grads, dtype=arithmetic(grads[0].dtype))).square())
         step.sums = sharded_sums(step, batches) if step.is_sharded else []
         step.work = plain, batches, native, kernels
 
-    def _native(self, step: GroupStep, indices: list[int]) -> NativeMatrices:
-        """Matrices that C++ takes through all of a step."""
-        group, states = step.group, [step.states[i] for i in indices]
+    def _kernels(self, step: GroupStep, indices: list[int]) -> NativeMatrices | TritonStep:
+        """Matrices that kernels take through a step: C++ on a CPU, Triton on a GPU."""
+        group, states, (beta1, beta2) = step.group, [step.states[i] for i in indices], step.group["betas"]
         numbers = [numbers_of(group, state) for state in states]
-        bounds = [bounds_of(one) if one.refreshes else (math.inf, math.inf) for one in numbers]
-        beta1, beta2 = group["betas"]
-        rule = {"beta1": beta1, "beta2": beta2, "lr": float(group["lr"]), "sign": -1.0 if group["maximize"] else 1.0}
-        return NativeMatrices(
+        rule = {"beta1": beta1, "beta2": beta2, "lr": numbers[0].lr, "sign": -1.0 if group["maximize"] else 1.0}
+        kept = self.__dict__.setdefault("_kept", {}).setdefault(step.number, {})  # no copy of an optimizer has it
+        return of_device(step.params[indices[0]].device)(
             [step.params[i] for i in indices],
             [step.grads[i] for i in indices],
             states,
             {**rule, **{name: group[name] for name in ("mean_beta", "weight_decay", "eps")}},
             [one.refreshes for one in numbers],
-            bounds,
-            self.__dict__.setdefault("_scratch", {}).setdefault(step.number, torch.empty(0)),  # not part of a copy
+            [bounds_of(one) if one.refreshes else (math.inf, math.inf) for one in numbers],
+            kept,
         )
 
     def write(self, steps: list[GroupStep]) -> None:
@@ -309,7 +310,7 @@ class Anova(BaseOptimizer):
                 for batch in step.work[1]:
                     batch.mask(step.ok)
         batches = [batch for step in steps for batch in step.work[1]]
-        late = [batch for step in steps for batch in self._write_native(step)]
+        late = [batch for step in steps for batch in self._run_kernels(step)]
         for batch in batches:
             count_(batch.matrices.means, batch.matrices.numbers)
         starting = [batch for batch in batches if batch.matrices.numbers.is_first]
@@ -332,12 +333,12 @@ class Anova(BaseOptimizer):
         for batch in [*batches, *late]:
             batch.store()
 
-    def _write_native(self, step: GroupStep) -> list[Batch]:
-        """Steps in C++. Returns those that torch has to refresh, because columns of U or V are zero."""
+    def _run_kernels(self, step: GroupStep) -> list[Batch]:
+        """Steps of kernels. Returns those that torch has to refresh: in C++ only where columns of U or V are zero."""
         *_, native, kernels = step.work
         if kernels is None:
             return []
-        left = [native[i] for i in kernels.write()]
+        left = [native[i] for i in kernels.write(step.ok)]
         if counters := [step.states[i]["step"] for i in native if i not in left]:
             torch._foreach_add_(counters, 1)
         batches = batches_of(step, left)

@@ -11,8 +11,8 @@ A new optimizer implements `init_state`, `read` and `write`, and checks its opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, overload
 
@@ -22,13 +22,11 @@ from torch._compile import _disable_dynamo  # as torch.optim does: torch.compile
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from blockmean._checks import require, require_choice, require_number
+from blockmean._linalg import exact_products
 from blockmean.optim import sharding
 from blockmean.optim.sharding import PLAIN, Exchange, Sum, local_gradient
 
 State = dict[str, Any]
-
-MATMULS = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
-PRECISION = "fp32_precision"  # from torch 2.9 on
 
 NOT_OPTIONS = ("self", "params", "__class__")
 """Among the variables of a constructor; all others are options, under the names of its arguments."""
@@ -339,20 +337,6 @@ def mask_on_device(optimizer: BaseOptimizer, steps: Sequence[GroupStep]) -> None
     if not isinstance(optimizer.skipped_steps, Tensor):
         optimizer.skipped_steps = torch.full_like(ok, optimizer.skipped_steps)
     optimizer.skipped_steps.add_(1 - ok)
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """Products in full float32, whatever the program has set: TF32 would ruin orthonormal bases."""
-    backends = [backend for backend in MATMULS if hasattr(backend, PRECISION)]
-    before = [getattr(backend, PRECISION) for backend in backends]
-    for backend in backends:
-        setattr(backend, PRECISION, "ieee")
-    try:
-        yield
-    finally:
-        for backend, kept in zip(backends, before, strict=True):
-            setattr(backend, PRECISION, kept)
 
 
 def describe_nonfinite(step: GroupStep) -> str:

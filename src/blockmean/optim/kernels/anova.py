@@ -11,14 +11,18 @@ The layout of a matrix's state, with O units, I inputs, k columns of U and q of 
 from __future__ import annotations
 
 import ctypes
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockmean.optim import kernels
-from blockmean.optim.kernels import DTYPES
+from blockmean.optim.base import State
+from blockmean.optim.batches import counts
+from blockmean.optim.kernels import DTYPES, triton_anova
 from blockmean.optim.sharding import PLAIN
 
 STATE = ("exp_avg", "unit_means", "input_means", "grand_means")
@@ -65,19 +69,33 @@ def load() -> ctypes.CDLL | None:
 _library = load()
 
 
-def serves(param: Tensor, grad: Tensor, state: Mapping[str, Tensor]) -> bool:
-    """Whether the kernels serve a matrix: all of it dense, contiguous and on the CPU, its state in float32."""
-    moments = [state[name] for name in STATE]
-    return (
-        _library is not None
+def why_not(param: Tensor, k: int, q: int) -> str | None:
+    """Why no kernel can serve a matrix, to complete a sentence about it; None if one can."""
+    if param.dtype not in SERVED:
+        return f"is {str(param.dtype).removeprefix('torch.')}"
+    if not param.is_contiguous():
+        return "is not contiguous"
+    if param.device.type == "cpu":
+        return None if _library is not None else f"is on a CPU, and {kernels.MISSING}"
+    shape = triton_anova.Shape(param.shape[0], param.shape[1:].numel(), k, q)
+    reason = triton_anova.why_not(param.device, [shape])
+    return reason and f"is on {param.device}, and {reason}"
+
+
+def serves(param: Tensor, grad: Tensor, state: State) -> bool:
+    """Whether kernels serve a matrix: all of it dense and contiguous, its state in float32."""
+    tensors = (param, grad, *(state[name] for name in STATE))
+    alike = (
+        all(map(Tensor.is_contiguous, tensors))
+        and PLAIN.issuperset(map(type, tensors))
         and param.dtype in SERVED
         and grad.dtype == param.dtype
-        and all(type(x) in PLAIN and x.is_cpu and x.is_contiguous() and not x.is_neg() for x in (param, grad, *moments))
-        and all(x.dtype == torch.float32 for x in moments)
-        and grad.shape == param.shape
+        and state["exp_avg"].dtype == torch.float32
         and param.numel() > 0
-        and grad.data_ptr() != 0
     )
+    if not param.is_cpu:
+        return alike and why_not(param, *counts(state)) is None
+    return alike and _library is not None and grad.data_ptr() != 0 and not grad.is_neg()
 
 
 class NativeMatrices:
@@ -88,31 +106,30 @@ class NativeMatrices:
         numbers: β₁, the means' β, β₂, lr, weight decay, ε, and the sign of gradients.
         refreshes: whether U and V of a matrix turn after this step.
         bounds: `adam_bound` of a matrix's means, and of its remainder; read where it is refreshed.
-        scratch: float32, of any size; grows where it is too small. Nothing in it lasts beyond a step.
+        kept: from step to step: scratch memory, in which nothing lasts beyond a step.
     """
 
     def __init__(
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
-        states: Sequence[Mapping[str, Tensor]],
+        states: Sequence[State],
         numbers: Mapping[str, float],
         refreshes: Sequence[bool],
         bounds: Sequence[tuple[float, float]],
-        scratch: Tensor,
+        kept: dict[str, Any],
     ) -> None:
         self._kept = params, grads, states  # alive as long as their addresses
         self._rule = CAnovaRule(*(numbers[name] for name in NUMBERS))
         units = [param.shape[0] for param in params]
-        of_units = [state["unit_means"].shape[1] - 1 for state in states]  # 2k + q
-        of_inputs = [state["input_means"].shape[0] for state in states]  # 2q + k
+        means = [counts(state) for state in states]
         self._refresh = array("q", refreshes)
         self._columns: list[array[int] | array[float]] = [
             *map(pointers, (params, grads, *([state[name] for state in states] for name in STATE))),
             array("q", units),
             array("q", [param.numel() // n for param, n in zip(params, units, strict=True)]),
-            array("q", [(2 * a - b) // 3 for a, b in zip(of_units, of_inputs, strict=True)]),
-            array("q", [(2 * b - a) // 3 for a, b in zip(of_units, of_inputs, strict=True)]),
+            array("q", [k for k, _ in means]),
+            array("q", [q for _, q in means]),
             array("q", [DTYPES[param.dtype] for param in params]),
             self._refresh,
             array("d", [of_means for of_means, _ in bounds]),
@@ -124,15 +141,15 @@ class NativeMatrices:
         self._functions = _library.blockmean_anova_read, _library.blockmean_anova_write
         size = _library.blockmean_anova_scratch(ctypes.byref(self._matrices), self._threads)
         _check(size)
-        if scratch.numel() < size:
-            scratch.resize_(size)
-        self._scratch = scratch
+        self._scratch: Tensor = kept.setdefault("scratch", torch.empty(0))
+        if self._scratch.numel() < size:
+            self._scratch.resize_(size)
 
-    def read(self) -> bool:
-        """Pass 1, which changes nothing. Whether all gradients are finite; if not, there is to be no `write`."""
-        return bool(self._call(0))
+    def read(self) -> Tensor:
+        """Pass 1, which changes nothing. NaN if a gradient is not finite; then there is to be no `write`."""
+        return torch.tensor(0.0 if self._call(0) else math.nan)
 
-    def write(self) -> list[int]:
+    def write(self, ok: Tensor | None = None) -> list[int]:
         """Update state and parameters. Returns which matrices are due for a refresh that torch has to do."""
         self._call(1)
         torch.autograd.graph.increment_version(self._kept[0])  # so that a stale graph is noticed
@@ -141,6 +158,11 @@ class NativeMatrices:
     def _call(self, which: int) -> int:
         matrices, rule = ctypes.byref(self._matrices), ctypes.byref(self._rule)
         return _check(self._functions[which](matrices, rule, self._scratch.data_ptr(), self._threads))
+
+
+def of_device(device: torch.device) -> type[NativeMatrices] | type[triton_anova.TritonStep]:
+    """What takes steps there."""
+    return NativeMatrices if device.type == "cpu" else triton_anova.TritonStep
 
 
 def pointers(tensors: Iterable[Tensor]) -> array[int]:

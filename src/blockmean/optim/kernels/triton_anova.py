@@ -17,7 +17,7 @@ would cost 8 instead of 5.5. U, V, left and right are read again for every tile,
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from itertools import chain
@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from blockmean.optim.batches import counts
 
 LARGEST = 128
 """Most columns of U or V: more do not fit into registers."""
@@ -326,6 +328,40 @@ class TritonMatrices:
         for name, dtype in (("parameters", params[0].dtype), ("gradients", grads[0].dtype)):
             if dtype not in TYPES:
                 raise ValueError(f"{name} must be float32, bfloat16 or float16, not {dtype}")
+
+
+class TritonStep:
+    """One step of matrices, as `NativeMatrices` takes it on a CPU; what it keeps are their tables."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        numbers: Mapping[str, Any],
+        refreshes: Sequence[bool],
+        bounds: object,
+        kept: dict[str, Any],
+    ) -> None:
+        device = params[0].device
+        pairs = zip(params, states, strict=True)
+        shapes = [Shape(len(param), param.shape[1:].numel(), *counts(state)) for param, state in pairs]
+        if "matrices" not in kept or (kept["matrices"].shapes, kept["matrices"].device) != (shapes, device):
+            kept.update(matrices=TritonMatrices(shapes, device), lr=torch.empty(1, device=device))
+        self._matrices: TritonMatrices = kept["matrices"]
+        lr = kept["lr"].fill_(numbers["lr"])  # a tensor on the device is copied there
+        one = Numbers(lr, *(numbers[name] for name in Numbers._fields[1:]))
+        self._given, self._refreshes = (params, grads, states, [one] * len(params)), refreshes
+
+    def read(self) -> Tensor:
+        """Pass 1. ‖G‖² of every matrix."""
+        return self._matrices.read(*self._given)
+
+    def write(self, ok: Tensor | None = None) -> list[int]:
+        """Update state and parameters. Returns which matrices are due for a refresh, which torch does."""
+        self._matrices.write(torch.ones(1, device=self._matrices.device) if ok is None else ok)
+        torch.autograd.graph.increment_version(self._given[0])
+        return [i for i, due in enumerate(self._refreshes) if due]
 
 
 def _spans(aligned: int, others: int) -> list[tuple[bool, int, int]]:
