@@ -79,7 +79,8 @@ void project_rows(const Matrix& m, const T* G, double sign, int64_t begin, int64
                 return some;
             };
             multiply<float>(rows, q, n, {panel, PANEL, 1}, m.packed_V + c * q, q, m.GV + i * q, q, 1, c > 0, ahead);
-            multiply<float>(m.k, wide, rows, {m.packed_U + i * k, 1, k}, panel, PANEL, parts + p * m.k * PANEL, PANEL, 1, i > begin);
+            float* part = parts + p * m.k * PANEL;
+            multiply<float>(m.k, wide, rows, {m.packed_U + i * k, 1, k}, panel, PANEL, part, PANEL, 1, i > begin);
         });
         for (int64_t r = 0; r < rows; ++r) m.rows[i + r] = float(sum(squares[r]));
     });
@@ -118,7 +119,7 @@ void pack_right(const Matrix& m) {
     });
 }
 
-// A K Vᵀ is subtracted from what the lower part of `right` has in a panel.
+// K Vᵀ is subtracted from what the lower part of `right` has in a panel.
 void subtract(const Matrix& m, const float* K, int64_t stride, int64_t p, int64_t wide) {
     float *upper = m.right + p * (m.q + m.k) * PANEL, *lower = upper + m.q * PANEL;
     multiply<float>(m.k, wide, m.q, {K, stride, 1}, upper, PANEL, lower, PANEL, -1, 1);
@@ -127,8 +128,10 @@ void subtract(const Matrix& m, const float* K, int64_t stride, int64_t p, int64_
 // K = Uᵀ GV for any (O, k).
 void grand(const Matrix& m, const float* U, int64_t stride) {
     const int64_t q = padded(m.q);
-    for (int64_t i = 0; i < m.units; i += 8 * BLOCK)
-        multiply<float>(m.k, q, least(8 * BLOCK, m.units - i), {U + i * stride, 1, stride}, m.GV + i * q, q, m.K, q, 1, i > 0);
+    for (int64_t i = 0; i < m.units; i += 8 * BLOCK) {  // short sums round less
+        const int64_t rows = least(8 * BLOCK, m.units - i);
+        multiply<float>(m.k, q, rows, {U + i * stride, 1, stride}, m.GV + i * q, q, m.K, q, 1, i > 0);
+    }
 }
 
 // The sums of squares of GV, UG and K: of R and L, which are formed, and of E, which is not: ‖E‖² = ‖G‖² − ‖K‖² − ‖R‖²
