@@ -198,9 +198,30 @@ def sum_together(cuts: Sequence[TensorBlocks], values: Sequence[Tensor]) -> Tens
     return torch.cat([own for own in sums if own is not None])
 
 
-def spread_blocks(cuts: Sequence[TensorBlocks], values: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    """For every tensor, its numbers per block, ready to broadcast against it, with the dtype and device of `like`."""
-    return [cut.spread(c.to(like)) for cut, c in zip(cuts, values, strict=True)]
+def spread_blocks(cuts: Sequence[TensorBlocks], *values: Tensor) -> list[list[Tensor]]:
+    """Numbers per block, those of all tensors concatenated, for every tensor, ready to broadcast against it."""
+    if values[0].device.type != "cpu":
+        return spread_together(cuts, *values)
+    counts = [cut.count for cut in cuts]
+    return [[cut.spread(c) for cut, c in zip(cuts, x.split(counts), strict=True)] for x in values]
+
+
+def spread_together(cuts: Sequence[TensorBlocks], *values: Tensor) -> list[list[Tensor]]:
+    """The same where launches cost more than copies: of blocks that are runs, with a number for every entry."""
+    by_length: dict[int, list[int]] = {}
+    split = [list(x.split([cut.count for cut in cuts])) for x in values]
+    spread = [[cut.spread(c) for cut, c in zip(cuts, own, strict=True)] for own in split]
+    for i, cut in enumerate(cuts):
+        outer, _, inner = cut.geometry or (0, 0, 0)
+        if outer == 1:
+            by_length.setdefault(inner, []).append(i)
+    for length, together in by_length.items():
+        every = torch.cat([own[i] for own in split for i in together]).repeat_interleave(length)
+        parts = iter(every.split([cuts[i].entries for _ in values for i in together]))
+        for own in spread:
+            for i in together:
+                own[i] = next(parts).view(cuts[i].shape)
+    return spread
 
 
 def cut(name: str, position: int, tensor: Tensor, by: By, output: int | Tensor = 0) -> TensorBlocks:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockmean import BlockMean, Partition
-from blockmean.blocks import cut, sum_blocks, sum_together
+from blockmean.blocks import cut, spread_blocks, spread_together, sum_blocks, sum_together
 from support import reference
 from support.reference import assert_close
 from support.strategies import partitions, randn, seeds
@@ -153,4 +153,9 @@ def test_sums_of_many_tensors_at_once_are_those_of_each():
     values.append(torch.randn(6, 4, generator=rng, dtype=torch.float64).t())  # not contiguous
     for by in ("unit", "tensor", "element", lambda name, x: torch.arange(x.numel()).remainder(2).view(x.shape)):
         cuts = [cut(f"t{i}", i, x, by) for i, x in enumerate(values)]
-        torch.testing.assert_close(sum_together(cuts, values), sum_blocks(cuts, values), rtol=0, atol=1e-14)
+        sums = sum_blocks(cuts, values)
+        torch.testing.assert_close(sum_together(cuts, values), sums, rtol=0, atol=1e-14)
+        found, expected = spread_together(cuts, sums, -sums), spread_blocks(cuts, sums, -sums)
+        for together, alone in zip(found, expected, strict=True):
+            for a, b, x in zip(together, alone, values, strict=True):
+                assert torch.equal(a.expand(x.shape), b.expand(x.shape))

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from blockmean.blocks import memory_order
+
 # ------------------------------------------------------------ kernels of Triton
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
@@ -129,10 +131,14 @@ TENSORS, BLOCKS, CHUNK = (770, 448, 336, 252, 210), 2240, 65536  # MultiTensorAp
 
 
 class Launches(TorchDispatchMode):
-    """Counts launches, waits for the device and copies between it and the host, inside FakeTensorMode."""
+    """Counts launches, waits for the device and copies between it and the host, inside FakeTensorMode.
 
-    def __init__(self) -> None:
+    Tensors there have no values. All that a step reads on the host are its counters, which are `steps`.
+    """
+
+    def __init__(self, steps: int = 0) -> None:
         super().__init__()
+        self.steps = steps
         self.launches, self.waits, self.copies = Counter[str](), Counter[str](), Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,6 +149,8 @@ class Launches(TorchDispatchMode):
         if name in WAITS and given[0].device.type == "cuda":
             self.waits[name] += 1
             return True if given[0].dtype == torch.bool else 1
+        if name in WAITS and getattr(given[0], "constant", None) is None:
+            return bool(self.steps) if given[0].dtype == torch.bool else self.steps
         out = func(*args, **kwargs)
         devices = {x.device.type for x in given + _tensors(out)}
         if "cuda" in devices and "cpu" in devices and "copy" in name:
@@ -160,6 +168,12 @@ class Launches(TorchDispatchMode):
     def _grouped(args: Any, name: str) -> int:
         """Launches of one operation on lists, as torch groups them."""
         lists = [x for x in args if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
+        lists = [x for x in lists if x[0].device.type == "cuda"]
+        if not name.startswith("_fused"):  # lists that differ, or have gaps, are taken tensor by tensor
+            laid_out = [[(x.shape, x.stride()) for x in values] for values in lists]
+            alike = all(one == laid_out[0] for one in laid_out)
+            if not alike or any(memory_order(*one) is None for one in laid_out[0]):
+                return len(lists[0])
         depth = min(len(lists) + (not name.endswith("_")), len(TENSORS))
         count = tensors = blocks = 0
         for x in lists[0]:

@@ -412,7 +412,7 @@ class Anova(BaseOptimizer):
                 variance.add_(total / sizes.entries)
             for state, length in zip(batch.states, own.total.unbind(), strict=True):
                 state.pop("exp_avg_sq", None)
-                if bool(length == 0):
+                if not bool(length > 0):
                     state["means_start_step"].fill_(batch.matrices.numbers.step)
         if any(m.numbers.step > 1 for m in matrices):
             of_averages = products[len(batches) :]

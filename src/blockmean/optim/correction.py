@@ -61,21 +61,20 @@ def average_(x: Tensor, value: Tensor, beta: float | None, present: Tensor | Non
 
 def normalised(U: Tensor, n: Tensor, keep_diagonal: bool) -> Tensor:
     """A = U / (n nᵀ), with the rows and columns of the identity where n_i = 0; (L, L) or its diagonal (L,)."""
-    on = n > 0
-    inverse = torch.where(on, 1 / n, 0.0)
-    if U.ndim == 1:
-        return torch.where(on, U * inverse * inverse, 1.0) if keep_diagonal else torch.ones_like(U)
-    A = U * inverse[:, None] * inverse  # two products: n_i n_j alone may underflow
-    diagonal = torch.where(on, A.diagonal(), 1.0) if keep_diagonal else torch.ones_like(n)
-    A.diagonal().copy_(diagonal)
+    off = n == 0
+    inverse = (1 / n).masked_fill_(off, 0)
+    A = U * inverse if U.ndim == 1 else U * inverse[:, None]
+    A *= inverse  # two products: n_i n_j alone may underflow
+    diagonal = A if U.ndim == 1 else A.diagonal()
+    diagonal.masked_fill_(off, 1) if keep_diagonal else diagonal.fill_(1)
     return A
 
 
 def balance(U: Tensor, n: Tensor, sizes: Tensor) -> Tensor:
     """κ_i = λ_i^-½ with λ_i = (s_i − A_ii) / (s_i − 1), between 1 and 1 / √SMALLEST_LAMBDA, (L,)."""
-    own = torch.where(n > 0, (U if U.ndim == 1 else U.diagonal()) / n / n, 1.0)
-    lam = (sizes - own.clamp(min=1)) / (sizes - 1).clamp(min=1)
-    return torch.where(sizes > 1, lam.clamp(min=SMALLEST_LAMBDA).rsqrt(), 1.0)
+    own = ((U if U.ndim == 1 else U.diagonal()) / n / n).masked_fill_(n == 0, 1).clamp_(min=1)
+    lam = (sizes - own) / (sizes - 1).clamp_(min=1)
+    return lam.clamp_(min=SMALLEST_LAMBDA).rsqrt_().masked_fill_(sizes <= 1, 1)
 
 
 def capped(c: Tensor, diagonal: Tensor, weight: Tensor, cap: float) -> Tensor:
@@ -88,9 +87,9 @@ def measures(work: BlockStep, form: Form) -> tuple[Tensor, Tensor]:
     """The current n of every block (0: the block sits out), and the scale of the form, (L,)."""
     if form.is_weighted:
         n = work.sums[2].sqrt()
-        return n, torch.where(n > 0, 1 / n, 0.0)
+        return n, (1 / n).masked_fill_(n == 0, 0)
     n = work.sums[1]
-    return n, torch.where(n > 0, work.layout.sizes.to(n, non_blocking=True).rsqrt(), 0.0)
+    return n, work.layout.sizes.to(n, non_blocking=True).rsqrt().masked_fill_(n == 0, 0)
 
 
 class CorrectedOptimizer(BlockMeanOptimizer):
@@ -162,7 +161,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         ]
         sizes = [cut.entries if shape is None else 0 for cut, shape in zip(cuts, shapes, strict=True)]
         start, work.is_finite = 0, True
-        for own in alike(keys, sizes, MOST_ENTRIES.get(layout.params[0].device.type, 2**22)):
+        for own in alike(keys, sizes, MOST_ENTRIES.get(layout.params[0].device.type, 2**28)):
             i, stop = own.start, start + sum(counts[own])
             kind = Foreach if shapes[i] is None else Native
             run = kind(
@@ -260,7 +259,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         self._last[work.number] = (common, change)
         if failed:
             return None, None
-        c = scale * (change + (1 - kappa) * common)
+        c = scale * torch.addcmul(change, 1 - kappa, common)
         if form.rows == 6:
             c = capped(c, work.sums[4], work.sums[5], rule.cap)
         return c, kappa if form.keeps_trace else None

@@ -95,7 +95,8 @@ class Rule(NamedTuple):
 
 
 MOST_ENTRIES = {"cpu": 2**18}
-"""Entries that are processed at a time, which bounds temporary lists, and keeps them in the cache of a processor."""
+"""Entries that are processed at a time, which keeps temporary lists in the cache of a processor; elsewhere 2²⁸, which
+bounds them: launches cost more than memory does."""
 
 
 @dataclass
@@ -128,9 +129,10 @@ class Foreach(Run):
 
         c and κ are one number per block, those of all tensors concatenated; None stands for c = 0 and κ = 1.
         """
-        counts = [cut.count for cut in self.cuts]
         if self.grads[0] is not None:
-            _apply_(self, *(None if x is None else list(x.split(counts)) for x in (c, kappa)))
+            found = [x.to(self.second[0]) for x in (c, kappa) if x is not None]
+            spread = spread_blocks(self.cuts, *found) if found else []
+            _apply_(self, spread[0] if spread else None, spread[1] if len(spread) == 2 else None)
 
 
 def alike(keys: Sequence[Any], sizes: Sequence[float], most: float) -> Iterator[slice]:
@@ -167,48 +169,61 @@ def effective_grads(run: Run) -> list[Tensor]:
 
 def _block_sums(run: Run) -> Tensor:
     """(rows, blocks). Tensors without a gradient add to the sums of scales only, and their moments stay as they are."""
-
-    def summed(values: Any) -> Tensor:
-        return in_float64(sum_blocks(run.cuts, values))
-
-    rule, has_gradient = run.rule, run.grads[0] is not None
-    nothing = in_float64(run.second[0].new_zeros(sum(cut.count for cut in run.cuts)))
-    r: Any = run.second
-    if has_gradient:
-        g: Any = effective_grads(run)
-        rows = [summed(g)]
+    rule, form, gain, gain_r = run.rule, run.rule.form, *run.rule.numbers(run.step)[:2]
+    if run.grads[0] is None:
+        return _scales_only(run, gain_r)
+    g: Any = effective_grads(run)
+    if form.rows == 1:
+        return _summed(run, [(g, 1.0)])
+    if rule.betas is None:
+        m, r = g, torch._foreach_addcmul(run.second, g, g)
     else:
-        rows = [nothing]
-    if rule.form.rows == 1:
-        return torch.stack(rows)
-    if has_gradient and rule.betas is None:
-        m = g
-        r = torch._foreach_addcmul(r, g, g)
-    elif has_gradient and rule.betas is not None:
         m = torch._foreach_lerp(run.first, g, 1 - rule.betas[0])
-        r = torch._foreach_mul(r, rule.betas[1])
+        r = torch._foreach_mul(run.second, rule.betas[1])
         torch._foreach_addcmul_(r, g, g, 1 - rule.betas[1])
-    gain, gain_r, _ = rule.numbers(run.step)
     zeta, z = _scales(rule, r, gain_r)
-    scale = summed(r) if rule.form.is_weighted else summed(z)
     _mask_(rule, z)
-    if rule.form.takes_raw_sums:
-        return torch.stack([*rows, scale])
-    if rule.form.rows == 6 and has_gradient:
-        length = torch._foreach_div(m, z)
-        torch._foreach_mul_(length, length)
+    if form.takes_raw_sums:
+        return _summed(run, [(g, 1.0), (z, 1.0)])
+    if not form.is_weighted:
+        scale = [x.clone() for x in z]
+        return _summed(run, [(g, 1.0), (scale, 1.0), (torch._foreach_mul(_weights(zeta, z), m), 1.0)])
+    length = torch._foreach_div(m, z) if form.rows == 6 else None
     w = _weights(zeta, z)
-    b = summed(torch._foreach_mul(w, m)) if has_gradient else nothing
-    if not rule.form.is_weighted:
-        return torch.stack([*rows, scale, b])
-    rows += [summed(torch._foreach_mul(g, g)) if has_gradient else nothing, scale * gain_r, b * gain]
-    if rule.form.rows == 6:
-        torch._foreach_mul_(w, w)
-        rows += [summed(length) * gain * gain if has_gradient else nothing, summed(w)]
-    return torch.stack(rows)
+    rows = [(g, 1.0), (torch._foreach_mul(g, g), 1.0), (r, gain_r), (torch._foreach_mul(w, m), gain)]
+    if length is not None:
+        rows += [(torch._foreach_mul(length, length), gain * gain), (torch._foreach_mul(w, w), 1.0)]
+    return _summed(run, rows)
+
+
+def _scales_only(run: Run, gain_r: float) -> Tensor:
+    """The sums of tensors that have no gradient."""
+    form, count = run.rule.form, sum(cut.count for cut in run.cuts)
+    out = in_float64(run.second[0].new_zeros(form.rows, count))
+    if form.is_weighted:
+        out[2] = _summed(run, [(run.second, gain_r)])
+    elif form.rows > 1:
+        out[1] = _summed(run, [(_scales(run.rule, run.second, gain_r)[1], 1.0)])
+    if form.rows == 6:
+        zeta, z = _scales(run.rule, run.second, gain_r)
+        _mask_(run.rule, z)
+        w = _weights(zeta, z)
+        out[5] = _summed(run, [(torch._foreach_mul(w, w), 1.0)])
+    return out
+
+
+def _summed(run: Run, rows: Sequence[tuple[Any, float]]) -> Tensor:
+    """Block sums of lists of tensors, each times a factor, all at once, (rows, blocks)."""
+    values = [x for row, _ in rows for x in row]
+    sums = in_float64(sum_blocks(run.cuts * len(rows), values)).view(len(rows), -1)
+    for i, (_, factor) in enumerate(rows):
+        if factor != 1:
+            sums[i] *= factor
+    return sums
 
 
 def _apply_(run: Run, c: list[Tensor] | None, kappa: list[Tensor] | None) -> None:
+    """c and κ as they broadcast against every tensor."""
     rule, g, r = run.rule, effective_grads(run), run.second
     if rule.betas is None:
         m = g
@@ -224,9 +239,9 @@ def _apply_(run: Run, c: list[Tensor] | None, kappa: list[Tensor] | None) -> Non
     delta = torch._foreach_div(m, z)
     torch._foreach_mul_(delta, gain)
     if kappa is not None:
-        torch._foreach_mul_(delta, spread_blocks(run.cuts, kappa, g[0]))
+        torch._foreach_mul_(delta, kappa)
     if c is not None:
-        torch._foreach_addcmul_(delta, _weights(zeta, z), spread_blocks(run.cuts, c, g[0]))
+        torch._foreach_addcmul_(delta, _weights(zeta, z), c)
     if rule.weight_decay and rule.betas is not None:
         torch._foreach_add_(delta, run.params, alpha=rule.weight_decay)
     torch._foreach_mul_(delta, -rate)

@@ -1,0 +1,97 @@
+"""What a step launches on an accelerator, and how often the host waits for it: counted on tensors without memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from blockmean import AdamBMA, Anova
+from blockmean.optim import anova
+from blockmean.optim.kernels import triton_anova
+from support.accelerator import Launches, fake_cuda
+
+
+def gpt(width, layers, vocabulary, context):
+    """The shapes of a GPT-2: embeddings, then two norms, attention and an MLP per layer."""
+    shapes = [(vocabulary, width), (context, width)]
+    for _ in range(layers):
+        attention = [(3 * width, width), (3 * width,), (width, width), (width,)]
+        mlp = [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+        shapes += [(width,), (width,), *attention, (width,), (width,), *mlp]
+    return shapes
+
+
+def count(make, steps=6, dtype=torch.float32, shapes=gpt(768, 4, 50_257, 1024)):
+    """Launches, waits and copies of every step of a GPT-2-sized list: 50 tensors of width 768."""
+    fake_cuda()
+    found = []
+    with FakeTensorMode():
+        tensors = [torch.empty(shape, device="cuda:0", dtype=dtype) for shape in shapes]
+        params = [torch.nn.Parameter(tensor) for tensor in tensors]
+        for param in params:
+            param.grad = torch.empty_like(param)
+        with Launches():
+            optimizer = make(params)
+        for t in range(steps):
+            with Launches(t) as one:
+                optimizer.step()
+            found.append((one.launches.total(), one.waits.total(), one.copies.total()))
+    return found
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    monkeypatch.setattr(triton_anova, "find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_anova_with_torchs_operations(without_triton, dtype):
+    first, *steady, refresh, after = count(Anova, dtype=dtype)
+    assert first[0] <= 1200
+    assert all(launches <= 250 and waits <= 1 and not copies for launches, waits, copies in [*steady, after]), steady
+    assert refresh[0] <= 800 and refresh[1] <= 1 and not refresh[2], refresh
+
+
+@pytest.mark.parametrize("lr", [1e-3, None], ids=["number", "tensor"])
+def test_capturable_steps_never_wait(without_triton, lr):
+    def make(params):
+        return Anova(params, lr=torch.empty((), device="cuda:0") if lr is None else lr, capturable=True)
+
+    # torch's fused AdamW, which vectors and the vocabulary take, has no fake form with a tensor as its learning rate.
+    shapes = gpt(768, 4, 50_257, 1024) if lr else [x for x in gpt(768, 4, 50_257, 1024)[1:] if len(x) == 2]
+    _, *steady, refresh, after = count(make, shapes=shapes)
+    assert all(waits == 0 and not copies for _, waits, copies in [*steady, refresh, after]), (steady, refresh)
+    assert max(launches for launches, *_ in [*steady, after]) <= 320 and refresh[0] <= 800
+
+
+def test_anova_with_triton(monkeypatch):
+    """The nine launches of its kernels are counted by test_triton.py; these are the others."""
+    launched = 9
+
+    class Matrices:
+        def __init__(self, shapes, device):
+            self.shapes, self.device = shapes, device
+
+        def read(self, params, *rest):
+            return torch.empty(len(params), device="cuda:0")
+
+        def write(self, ok):
+            pass
+
+    monkeypatch.setattr(anova, "serves", lambda param, grad, state: True)
+    monkeypatch.setattr(triton_anova, "TritonMatrices", Matrices)
+    for options, waits in (({}, 1), ({"capturable": True}, 0)):
+        _, *steady, refresh, after = count(lambda params, options=options: Anova(params, **options))
+        assert all(n + launched <= 60 and w == waits and not copies for n, w, copies in [*steady, after]), steady
+        assert refresh[0] + launched <= 800 and refresh[1] == waits, refresh
+
+
+def test_adam_bma():
+    _, *steady = count(AdamBMA)
+    assert all(launches <= 120 and waits <= 1 for launches, waits, _ in steady), steady
+
+
+def test_torchs_own_are_counted_right():
+    assert count(lambda params: torch.optim.AdamW(params, foreach=True), 2)[1][0] == 8
+    assert count(lambda params: torch.optim.AdamW(params, fused=True), 2)[1][0] == 2
