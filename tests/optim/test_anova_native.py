@@ -124,7 +124,7 @@ class Reference:
         self.X, self.Y = lerp(self.X, GV @ K.T, 0.05), lerp(self.Y, UG.T @ K, 0.05)
         noise = 2.0**-19 * math.sqrt(total)
         rK, rR, rL, rE = self.roots(n["eps"], noise, (O, I))
-        c = min(self.factor, max(3e-3 / max(n["lr"], 3e-3 / 5), 0.7))
+        c = min(self.factor, max(3e-3 / max(n["lr"], 3e-3 / 20), 0.7))
         self.M = lerp(self.M, G, 1 - b1)
         # δ as the four parts of M, each over its own root
         U, V, K, MV, UM = self.U, self.V, self.K, self.MV, self.UM
@@ -158,7 +158,7 @@ class Reference:
         of_rest = max(rest - 2.0**-18 * total, 0.0)
         gain += of_rest / math.sqrt(self.rest_variance / self.wE) if of_rest else 0.0
         factor = total / math.sqrt(self.variance / self.wE) / gain if total else 0.7
-        self.factor = min(max(factor, 0.7), 5.0)
+        self.factor = min(max(factor, 0.7), 20.0)
 
 
 def turned(S, W):

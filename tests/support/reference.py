@@ -401,7 +401,7 @@ class DenseAnova:
         ours = sum((part**2 / root).sum() for part, root in zip(means, self.roots(), strict=False))
         sigma, rest = (np.sqrt(v / (1 - self.betas[1] ** self.t)) for v in (self.variance, self.rest_variance))
         ours += max((E**2).sum() - 2.0**-18 * (A**2).sum(), 0) / (rest or 1)
-        return np.clip((A**2).sum() / sigma / ours, 0.7, 5.0)
+        return np.clip((A**2).sum() / sigma / ours, 0.7, 20.0)
 
     def step(self, G):
         O, I = G.shape

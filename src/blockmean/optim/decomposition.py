@@ -26,7 +26,7 @@ FORGET = 0.95
 LEAST = 2.0**-18
 """Share of a row's square that its remainder has at least: 32 rounding errors of float32."""
 
-FACTORS = (0.7, 5.0)
+FACTORS = (0.7, 20.0)
 """The range of c, which lifts no learning rate above `LIFT`."""
 
 LIFT = 3e-3

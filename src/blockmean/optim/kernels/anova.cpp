@@ -21,7 +21,7 @@ namespace {
 constexpr double FORGET = 0.95;      // ρ
 constexpr double LEAST = 0x1p-18;    // share of a row's square that its remainder has at least
 constexpr double NOISE = 0x1p-19;    // what is smaller than this share of a whole counts as noise
-constexpr double LOWEST = 0.7, HIGHEST = 5.0, LIFT = 3e-3;  // the range of c, which lifts no rate above LIFT
+constexpr double LOWEST = 0.7, HIGHEST = 20.0, LIFT = 3e-3;  // the range of c, which lifts no rate above LIFT
 constexpr double INERTIA = 1e-3;     // how much of the old columns is added to new ones of length 1
 constexpr double CLOSEST = 1e-5;     // smallest diagonal entry of a Cholesky factor of unit columns to be trusted
 constexpr float SMALLEST = 0x1p-63f;  // the root of the smallest normal number

@@ -40,7 +40,7 @@ FIELDS = tl.constexpr(24)
 FOLLOW = tl.constexpr(1 - 0.95)  # 1 − ρ
 LEAST = tl.constexpr(2.0**-18)
 NOISE = tl.constexpr(2.0**-19)
-LOWEST_FACTOR, HIGHEST_FACTOR = tl.constexpr(0.7), tl.constexpr(5.0)
+LOWEST_FACTOR, HIGHEST_FACTOR = tl.constexpr(0.7), tl.constexpr(20.0)
 LIFT = tl.constexpr(3e-3)
 ROOT_TINY = tl.constexpr(2.0**-63)
 
