@@ -22,7 +22,10 @@ def gpt(width, layers, vocabulary, context):
     return shapes
 
 
-def count(make, steps=6, dtype=torch.float32, shapes=gpt(768, 4, 50_257, 1024)):
+SHAPES = gpt(768, 4, 50_257, 1024)
+
+
+def count(make, steps=6, dtype=torch.float32, shapes=SHAPES):
     """Launches, waits and copies of every step of a GPT-2-sized list: 50 tensors of width 768."""
     fake_cuda()
     found = []
@@ -45,11 +48,11 @@ def without_triton(monkeypatch):
     monkeypatch.setattr(triton_anova, "find_spec", lambda name: None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_anova_with_torchs_operations(without_triton, dtype):
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 250), (torch.bfloat16, 260)])
+def test_anova_with_torchs_operations(without_triton, dtype, most):
     first, *steady, refresh, after = count(Anova, dtype=dtype)
     assert first[0] <= 1200
-    assert all(launches <= 250 and waits <= 1 and not copies for launches, waits, copies in [*steady, after]), steady
+    assert all(launches <= most and waits <= 1 and not copies for launches, waits, copies in [*steady, after]), steady
     assert refresh[0] <= 800 and refresh[1] <= 1 and not refresh[2], refresh
 
 
@@ -59,7 +62,7 @@ def test_capturable_steps_never_wait(without_triton, lr):
         return Anova(params, lr=torch.empty((), device="cuda:0") if lr is None else lr, capturable=True)
 
     # torch's fused AdamW, which vectors and the vocabulary take, has no fake form with a tensor as its learning rate.
-    shapes = gpt(768, 4, 50_257, 1024) if lr else [x for x in gpt(768, 4, 50_257, 1024)[1:] if len(x) == 2]
+    shapes = SHAPES if lr else [x for x in SHAPES[1:] if len(x) == 2]
     _, *steady, refresh, after = count(make, shapes=shapes)
     assert all(waits == 0 and not copies for _, waits, copies in [*steady, refresh, after]), (steady, refresh)
     assert max(launches for launches, *_ in [*steady, after]) <= 320 and refresh[0] <= 800

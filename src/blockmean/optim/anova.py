@@ -49,6 +49,7 @@ from blockmean.optim.base import (
     State,
     arithmetic,
     distinct,
+    exact,
     given_names,
     require_state,
     shown_names,
@@ -353,7 +354,7 @@ class Anova(BaseOptimizer):
             return
         states = [step.states[i] for i in plain]
         params = [local(step.params[i]) for i in plain] if step.is_sharded else [step.params[i] for i in plain]
-        dtype, device = arithmetic(params[0].dtype), params[0].device
+        device = params[0].device
         asked = group["fused"] or (group["fused"] is None and group["foreach"] is None) or group["capturable"]
         if asked and device.type != "cpu":  # torch's fused form counts where it computes
             for state in states:
@@ -365,9 +366,7 @@ class Anova(BaseOptimizer):
         ]
         if step.is_sharded:
             lists = [[local(x) for x in values] for values in lists]
-        exact = all(x.dtype == dtype for x in params)
-        if not exact:
-            lists[:2] = ([x.to(arithmetic(x.dtype)) for x in values] for values in lists[:2])
+        lists[:2] = map(exact, lists[:2])
         # torch's fused form takes memory as it lies, so only what lies alike may go there.
         fused = bool(asked) and all(all(map(Tensor.is_contiguous, values)) for values in lists)
         if step.ok is not None and not fused:
@@ -391,7 +390,7 @@ class Anova(BaseOptimizer):
             eps=max(group["eps"], torch.finfo(torch.float32).tiny ** 0.5),  # 0 / 0 is 0
             maximize=group["maximize"],
         )
-        if not exact:
+        if thetas[0] is not params[0]:
             torch._foreach_copy_(params, thetas)
 
     def _start(self, batches: list[Batch]) -> None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockmean._linalg import NOISE, first_coefficients, in_float64, orthonormalized, second_coefficients
+from blockmean.optim.base import exact
 
 FORGET = 0.95
 """ρ: decay of the averages that U and V follow."""
@@ -342,14 +343,11 @@ def update_(params: Sequence[Tensor], matrices: Matrices, direction: tuple[Tenso
     for at, M in matrices.averages:
         _, units, inputs = M.shape
         change += torch.baddbmm(M * d[at, :units], left[at, :units], right[at, :, :inputs]).unbind()
-    thetas = list(params)
-    if params[0].dtype != d.dtype:
-        thetas = [torch.empty_like(param, dtype=d.dtype) for param in params]
-        torch._foreach_copy_(thetas, list(params))
+    thetas = exact(params)
     if numbers.weight_decay:
         torch._foreach_mul_(thetas, 1 - numbers.rate * numbers.weight_decay)
     torch._foreach_sub_(thetas, [x.view(theta.shape) for x, theta in zip(change, thetas, strict=True)])
-    if params[0].dtype != d.dtype:
+    if thetas[0] is not params[0]:
         torch._foreach_copy_(list(params), thetas)
 
 
