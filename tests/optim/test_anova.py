@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from blockmean import Anova
-from blockmean.optim import batches, decomposition
+from blockmean.optim import batches, decomposition, refresh
 from blockmean.optim.batches import means_in
 from support.optimizers import bases
 from support.reference import DenseAnova
@@ -191,15 +191,15 @@ def test_the_four_parts_are_orthogonal_and_add_up_to_the_gradient(means):
 
 
 def test_the_start_is_the_textbook_analysis_of_variance():
-    waves = decomposition.cosines(torch.ones(7, dtype=torch.bool), 4)
+    waves = refresh.cosines(torch.ones(7, dtype=torch.bool), 4)
     torch.testing.assert_close(waves[:, 0], torch.full((7,), 7**-0.5, dtype=torch.float64))
     torch.testing.assert_close(waves.mT @ waves, torch.eye(4, dtype=torch.float64))
-    some = decomposition.cosines(torch.tensor([True, False, True, True, False, True]), 3)
+    some = refresh.cosines(torch.tensor([True, False, True, True, False, True]), 3)
     assert not some[[1, 4]].any()
     torch.testing.assert_close(some.mT @ some, torch.eye(3, dtype=torch.float64))
-    few = decomposition.cosines(torch.tensor([True, False, False, True]), 3)
+    few = refresh.cosines(torch.tensor([True, False, False, True]), 3)
     torch.testing.assert_close(few.mT @ few, torch.diag(torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)))
-    assert not decomposition.cosines(torch.zeros(5, dtype=torch.bool), 2).any()
+    assert not refresh.cosines(torch.zeros(5, dtype=torch.bool), 2).any()
 
 
 def test_the_means_find_the_directions_that_gradients_share():

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from blockmean import Anova
-from blockmean.optim.decomposition import adam_bound
+from blockmean.optim.refresh import adam_bound
 from support.optimizers import bases
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from blockmean import Anova
-from blockmean.optim import anova, batches, decomposition
+from blockmean.optim import anova, batches, decomposition, refresh
 from support.optimizers import set_gradients
 
 SHAPES = [(12, 10), (5,), (9, 20), (12, 10)]
@@ -30,7 +30,8 @@ def compiled(monkeypatch):
 
     def with_backend(backend):
         for name in FUNCTIONS:
-            function = torch.compile(getattr(decomposition, name), backend=backend, fullgraph=True)
+            function = getattr(decomposition, name, None) or getattr(refresh, name)
+            function = torch.compile(function, backend=backend, fullgraph=True)
             monkeypatch.setattr(anova, name, function)
 
     yield with_backend

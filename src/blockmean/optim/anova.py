@@ -49,7 +49,6 @@ from blockmean.optim.base import (
     State,
     arithmetic,
     distinct,
-    exact,
     given_names,
     require_state,
     shown_names,
@@ -71,24 +70,20 @@ from blockmean.optim.batches import (
     sharded_sums,
 )
 from blockmean.optim.decomposition import (
-    bound_,
-    bounds_of,
     count_,
+    exact,
     mean_squares,
     precondition,
     project,
-    refresh_,
-    set_factor_,
-    start_,
     sums_of,
     sums_of_squares,
     update_,
     update_moments_,
-    waking,
 )
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
 from blockmean.optim.kernels.anova import NativeMatrices, of_device, serves, why_not
 from blockmean.optim.kernels.triton_anova import TritonStep
+from blockmean.optim.refresh import bound_, bounds_of, refresh_, set_factor_, start_, waking
 from blockmean.optim.sharding import local
 
 

@@ -310,15 +310,6 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def exact(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors in the dtype of the arithmetic, copies of those that have another one."""
-    if all(x.dtype == arithmetic(x.dtype) for x in tensors):
-        return list(tensors)
-    out = [torch.empty_like(x, dtype=arithmetic(x.dtype)) for x in tensors]
-    torch._foreach_copy_(out, list(tensors))
-    return out
-
-
 def all_finite(steps: Sequence[GroupStep]) -> bool:
     """Whether the evidence of every group is finite. Only here does a step wait for an accelerator."""
     found = finite_flag(steps)
