@@ -259,7 +259,7 @@ class Anova(BaseOptimizer):
             asked = means_of(params[i].shape, group["means"])
             if "unit_means" not in state and any(asked):
                 state = step.states[i] = self._with_means(params[i], group, state)
-            elif "unit_means" in state and not fits(state, *asked):
+            elif "unit_means" in state and counts(state) != asked:
                 raise ValueError(other_means(group, i, state, asked, type(self).__name__))
             if not any(asked):
                 plain.append(i)
@@ -269,7 +269,7 @@ class Anova(BaseOptimizer):
                 matrices.append(i)
         if group["capturable"] and step.is_sharded:
             raise ValueError(f"{type(self).__name__}(capturable=True) does not take sharded parameters.")
-        batches = batches_of(step, matrices)
+        batches = batches_of(step, matrices) if matrices else []
         for batch in batches:
             means = batch.matrices.means
             batch.products = project(batch.matrices.gradients, means.U, means.V)
@@ -307,6 +307,8 @@ class Anova(BaseOptimizer):
                     batch.mask(step.ok)
         batches = [batch for step in steps for batch in step.work[1]]
         late = [batch for step in steps for batch in self._run_kernels(step)]
+        if not (batches or late):
+            return
         for batch in batches:
             count_(batch.matrices.means, batch.matrices.numbers)
         starting = [batch for batch in batches if batch.matrices.numbers.is_first]
@@ -337,7 +339,7 @@ class Anova(BaseOptimizer):
         left = [native[i] for i in kernels.write(step.ok)]
         if counters := [step.states[i]["step"] for i in native if i not in left]:
             torch._foreach_add_(counters, 1)
-        batches = batches_of(step, left)
+        batches = batches_of(step, left) if left else []
         for batch in batches:
             batch.products = project(batch.matrices.gradients, batch.matrices.means.U, batch.matrices.means.V)
         return batches
@@ -361,7 +363,8 @@ class Anova(BaseOptimizer):
         ]
         if step.is_sharded:
             lists = [[local(x) for x in values] for values in lists]
-        lists[:2] = map(exact, lists[:2])
+        if any(x.dtype != arithmetic(x.dtype) for x in params):
+            lists[:2] = map(exact, lists[:2])
         # torch's fused form takes memory as it lies, so only what lies alike may go there.
         fused = bool(asked) and all(all(map(Tensor.is_contiguous, values)) for values in lists)
         if step.ok is not None and not fused:

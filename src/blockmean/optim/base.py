@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo  # as torch.optim does: torch.compile
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from blockmean._checks import require, require_choice, require_number
-from blockmean._linalg import exact_products
+from blockmean._linalg import MATMULS, PRECISION, exact_products
 from blockmean.optim import sharding
 from blockmean.optim.sharding import PLAIN, Exchange, Sum, local_gradient
 
@@ -131,7 +131,8 @@ class BaseOptimizer(Optimizer):
             for device in {group["params"][0].device.type for group in self.param_groups if group["params"]}:
                 if torch.amp.is_autocast_available(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
-            stack.enter_context(exact_products())
+            if any(getattr(one, PRECISION, "none") not in ("none", "ieee") for one in MATMULS):
+                stack.enter_context(exact_products())
             self._step()
         return loss
 
@@ -155,9 +156,9 @@ class BaseOptimizer(Optimizer):
         bad_elsewhere = bool(processes) and self._reduce(steps, failure, processes)
         if steps and all(step.group.get("capturable") for step in steps):
             mask_on_device(self, steps)
-        elif bad_elsewhere or not all_finite(steps):
+        elif bad_elsewhere or not bool(finite_flag(steps)):  # only here does a step wait for an accelerator
             for step in steps:
-                if step.group["nonfinite"] == "raise" and not all_finite([step]):
+                if step.group["nonfinite"] == "raise" and not bool(finite_flag([step])):
                     raise ValueError(describe_nonfinite(step))
             self.skipped_steps += 1
             return
@@ -171,7 +172,7 @@ class BaseOptimizer(Optimizer):
 
         Raises on all processes if one has failed, or lacks a gradient that others have.
         """
-        bad = [step.group["nonfinite"] for step in steps if not all_finite([step])]
+        bad = [step.group["nonfinite"] for step in steps if not bool(finite_flag([step]))]
         present = [
             i in step.grads
             for step in steps
@@ -310,17 +311,11 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def all_finite(steps: Sequence[GroupStep]) -> bool:
-    """Whether the evidence of every group is finite. Only here does a step wait for an accelerator."""
-    found = finite_flag(steps)
-    return found is None or bool(found)
-
-
-def finite_flag(steps: Sequence[GroupStep]) -> Tensor | None:
-    """The same on the device, where nobody waits for it; None without evidence."""
+def finite_flag(steps: Sequence[GroupStep]) -> Tensor:
+    """Whether the evidence of every group is finite, on the device, where nobody waits for it."""
     evidence = [x.flatten() for step in steps for x in step.evidence]
     if not evidence:
-        return None
+        return torch.ones((), dtype=torch.bool, device="cpu")
     if len({(x.device, x.dtype) for x in evidence}) > 1:
         evidence = [x.isfinite().all()[None].to(evidence[0].device) for x in evidence]
     return torch.cat(evidence).isfinite().all()
@@ -328,10 +323,7 @@ def finite_flag(steps: Sequence[GroupStep]) -> Tensor | None:
 
 def mask_on_device(optimizer: BaseOptimizer, steps: Sequence[GroupStep]) -> None:
     """Let `write` know on the device whether anything may change, and count there if not."""
-    flag = finite_flag(steps)
-    if flag is None:
-        return
-    ok = flag.to(torch.float32)
+    ok = finite_flag(steps).to(torch.float32)
     for step in steps:
         step.ok = ok
     if not isinstance(optimizer.skipped_steps, Tensor):

@@ -140,7 +140,6 @@ class NativeMatrices:
         assert _library is not None
         self._functions = _library.blockmean_anova_read, _library.blockmean_anova_write
         size = _library.blockmean_anova_scratch(ctypes.byref(self._matrices), self._threads)
-        _check(size)
         self._scratch: Tensor = kept.setdefault("scratch", torch.empty(0))
         if self._scratch.numel() < size:
             self._scratch.resize_(size)
@@ -157,7 +156,10 @@ class NativeMatrices:
 
     def _call(self, which: int) -> int:
         matrices, rule = ctypes.byref(self._matrices), ctypes.byref(self._rule)
-        return _check(self._functions[which](matrices, rule, self._scratch.data_ptr(), self._threads))
+        result: int = self._functions[which](matrices, rule, self._scratch.data_ptr(), self._threads)
+        if result < 0:
+            raise MemoryError("The kernels of blockmean found no memory for their tasks.")
+        return result
 
 
 def of_device(device: torch.device) -> type[NativeMatrices] | type[triton_anova.TritonStep]:
@@ -168,9 +170,3 @@ def of_device(device: torch.device) -> type[NativeMatrices] | type[triton_anova.
 def pointers(tensors: Iterable[Tensor]) -> array[int]:
     """Their addresses."""
     return array("q", map(Tensor.data_ptr, tensors))
-
-
-def _check(result: int) -> int:
-    if result < 0:
-        raise MemoryError("The kernels of blockmean found no memory for their tasks.")
-    return result
