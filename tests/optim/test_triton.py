@@ -22,7 +22,7 @@ from support.accelerator import SHARED, TARGETS, Launch, Launches, Recorder, bui
 from support.anova_reference import Matrix
 
 TESTS = Path(__file__).parents[1]
-CASES = ("several", "usual", "many", "types", "transposed", "bad", "alone", "traffic")
+CASES = ("several", "usual", "many", "types", "transposed", "bad", "alone", "whole_steps", "traffic")
 
 pytestmark = [
     pytest.mark.skipif(why_not("cuda") is not None, reason="triton is not installed"),
@@ -108,6 +108,12 @@ def test_a_bad_gradient_shows_in_the_totals_and_leaves_every_bit_as_it_was(inter
 @pytest.mark.slow
 def test_a_matrix_takes_the_same_step_whatever_else_is_in_the_list(interpreted: Any) -> None:
     assert interpreted["alone"] is True
+
+
+@pytest.mark.slow
+def test_anova_ends_where_it_does_with_torchs_operations(interpreted: Any) -> None:
+    """Twelve steps with starts, refreshes and weight decay, of matrices of several shapes; learning rate 0.01."""
+    assert interpreted["whole_steps"]["launched"] and interpreted["whole_steps"]["error"] < 1e-5
 
 
 # ------------------------------------------------------------ cost

@@ -169,6 +169,36 @@ def alone() -> bool:
     return results[0] == results[1]
 
 
+def whole_steps() -> dict[str, Any]:
+    """Anova with these kernels, where a CPU would have others, and with torch's operations."""
+    from blockmean import Anova
+    from blockmean.optim import anova
+
+    launched = []
+
+    class Step(triton_anova.TritonStep):
+        def write(self, ok: torch.Tensor | None = None) -> list[int]:
+            launched.append(len(self._given[0]))
+            return super().write(ok)
+
+    anova.of_device = lambda device: Step  # type: ignore[assignment, return-value]
+    anova.serves = lambda param, grad, state: True  # type: ignore[assignment]
+    ends = []
+    for fused in (None, False):
+        rng = torch.Generator().manual_seed(0)
+        params = [
+            torch.nn.Parameter(torch.randn(shape, generator=rng)) for shape in ((24, 40), (33, 18), (7,), (24, 40))
+        ]
+        optimizer = Anova(params, lr=0.01, weight_decay=0.1, means=(5, 4), refresh_every=4, fused=fused)
+        for _ in range(12):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=rng) + 0.3 * param.detach()
+            optimizer.step()
+        ends.append(params)
+    errors = [float((a - b).detach().abs().max()) for a, b in zip(*ends, strict=True)]
+    return {"launched": launched == [3] * 11, "error": max(errors)}
+
+
 class Traffic:
     """Counts what kernels load and store, in place of the module that has them."""
 

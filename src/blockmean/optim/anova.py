@@ -278,7 +278,8 @@ class Anova(BaseOptimizer):
         if kernels:
             step.evidence.append(kernels.read())
         if grads := [step.grads[i] for i in plain]:
-            step.evidence.append(torch.stack(torch._foreach_norm(grads, dtype=arithmetic(grads[0].dtype))).square())
+            dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+            step.evidence.append(torch.stack(torch._foreach_norm(grads, dtype=dtype)).square())
         step.sums = sharded_sums(step, batches) if step.is_sharded else []
         step.work = plain, batches, native, kernels
 

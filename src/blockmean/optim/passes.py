@@ -182,11 +182,11 @@ def _block_sums(run: Run) -> Tensor:
         r = torch._foreach_mul(run.second, rule.betas[1])
         torch._foreach_addcmul_(r, g, g, 1 - rule.betas[1])
     zeta, z = _scales(rule, r, gain_r)
-    _mask_(rule, z)
     if form.takes_raw_sums:
         return _summed(run, [(g, 1.0), (z, 1.0)])
+    scale = [] if form.is_weighted else torch._foreach_add(z, 0.0)
+    _mask_(rule, z)
     if not form.is_weighted:
-        scale = [x.clone() for x in z]
         return _summed(run, [(g, 1.0), (scale, 1.0), (torch._foreach_mul(_weights(zeta, z), m), 1.0)])
     length = torch._foreach_div(m, z) if form.rows == 6 else None
     w = _weights(zeta, z)
