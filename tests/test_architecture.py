@@ -35,7 +35,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 PUBLIC_MODULES = {"curvature", "optim", "plot"}
-LAZY = {"matplotlib", "numpy", "pooch", "rich", "scipy", "tensorboard", "triton", "typer"}
+LAZY = {"matplotlib", "numpy", "pooch", "rich", "scipy", "tensorboard", "typer"}
 
 
 def module_name(path: Path) -> str:
