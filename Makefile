@@ -44,6 +44,7 @@ sanitize: $(READY)
 	cd build/sanitize && rm -f src/blockmean/optim/kernels/*.so && BLOCKMEAN_SANITIZE=1 $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH=build/sanitize/src OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -x tests/optim/test_native.py \
+		tests/optim/test_anova_native.py \
 		-k 'not fork'
 
 # The AVX-512 kernels on a processor without it, their instructions lane by lane, in a copy of the package.

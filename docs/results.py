@@ -31,7 +31,7 @@ from blockmean.lab.steps import table as step_table
 ROOT = Path(__file__).parent.parent
 PAGE, RACE_PAGE, FRONT = ROOT / "docs" / "results.md", ROOT / "docs" / "race.md", ROOT / "README.md"
 COST_PAGE = ROOT / "docs" / "performance.md"
-RACE, STEPS, AVX2 = (ROOT / "results" / name for name in ("race", "steps.jsonl", "steps-avx2.jsonl"))
+RACE, STEPS = (ROOT / "results" / name for name in ("race", "step-times.jsonl"))
 SHOWN = ("AdamW", "SOAP", "Anova")
 """The arms in the table of the front page."""
 EPOCH, ITERATIONS = (ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("epoch", "step_cost"))
@@ -276,17 +276,14 @@ def filled(page: str, contents: Mapping[str, str]) -> str:
 
 def pages(found: dict[str, Outcome], raced: Sequence[TaskResult]) -> dict[Path, str]:
     """Every page with its tables filled in."""
-    one, two = (read(STEPS, list(NETWORKS), threads) for threads in (1, 2))
-    narrow, narrow_two = (read(AVX2, list(NETWORKS), threads) for threads in (1, 2))
+    one = read(STEPS, list(NETWORKS), 1)
     means = read(STEPS, SWEEPS["means"], 1)
     contents = {
         COST_PAGE: {
             "brief": step_brief(one),
-            "threads": step_brief(two),
             "iterations": iterations(),
             "limits": f"{limits(one)}\n\n{products(means)}",
-            "avx2": f"{step_brief(narrow)}\n\nWith two threads:\n\n{step_brief(narrow_two)}\n\n{limits(narrow)}",
-            "steps": step_tables([*one, *two]),
+            "steps": step_tables(one),
         },
         PAGE: {
             "claims": claims(found.values()),
