@@ -122,6 +122,6 @@ class Matrix:
         M, MV, UM, K_m = s["M"], s["MV"], s["UM"], s["K_m"]
         delta = U @ (K_m / rK) @ V.T + ((MV - U @ K_m) / rR) @ V.T + (U / rL) @ (UM - K_m @ V.T)
         delta += (M - MV @ V.T - U @ UM + U @ K_m @ V.T) / rE[:, None]
-        c = min(float(s["factor"]), max(3e-3 / max(rates.lr, 3e-3 / 20), 0.7))
+        c = min(float(s["factor"]), max(min((3e-2 / max(rates.lr, 7.5e-5)) ** 0.5, 7e-3 / max(rates.lr, 7.5e-5)), 0.7))
         self.param = (1 - rates.lr * rates.weight_decay) * self.param - rates.lr / s["w1"] * c * delta
         return float(total)

@@ -427,7 +427,7 @@ class DenseAnova:
             part / (root + floor)
             for part, root, floor in zip(self.coordinates(average), self.roots(), noise, strict=True)
         )
-        c = max(min(self.c, 3e-3 / self.lr), 0.7)
+        c = max(min(self.c, (3e-2 / self.lr) ** 0.5, 7e-3 / self.lr), 0.7)
         delta = U @ K @ V.T + R @ V.T + U @ L + E
         self.theta = self.theta * (1 - self.lr * self.decay) - self.lr * c * delta
         self.X = 0.95 * self.X + 0.05 * G @ V @ (U.T @ G @ V).T

@@ -9,6 +9,7 @@ which does nothing where a process has them all. Nothing here branches on values
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,9 +28,11 @@ LEAST = 2.0**-18
 """Share of a row's square that its remainder has at least: 32 rounding errors of float32."""
 
 FACTORS = (0.7, 20.0)
-"""The range of c, which lifts no learning rate above `LIFT`."""
+"""The range of c."""
 
-LIFT = 3e-3
+LIFT, GENTLE = 7e-3, 3e-2
+"""c lifts no learning rate above LIFT, and is at most √(GENTLE / η), so that a rate still has an effect where c is at
+its limit."""
 
 Sums = dict[str, list[Tensor]]
 """Sums over the "units", the "inputs" or "both": for each tensor of a kind, one for every batch of matrices."""
@@ -129,13 +132,18 @@ class Numbers:
         return self.mean_beta, self.mean_beta, self.mean_beta, self.beta2
 
     def news(self, beta: float) -> float | Tensor:
-        """How much an average takes from a new value: all of it with a decay of 0."""
-        return 1 - beta if self.ok is None else (1 - beta) * self.ok
+        """How much an average takes from a new value."""
+        return (1 - beta) * self.allowed
+
+    @property
+    def allowed(self) -> float | Tensor:
+        """1, or 0 if nothing may change."""
+        return 1.0 if self.ok is None else self.ok
 
     @property
     def rate(self) -> float | Tensor:
         """The learning rate, or 0 if nothing may change."""
-        return self.lr if self.ok is None else self.lr * self.ok
+        return self.lr * self.allowed
 
 
 class Place(NamedTuple):
@@ -311,11 +319,13 @@ def precondition(matrices: Matrices, total: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def longest_factor(lr: float | Tensor) -> float | Tensor:
-    """The largest c that does not lift a learning rate above `LIFT`."""
+    """The largest c at a learning rate: √(GENTLE / η), and no rate is lifted above LIFT."""
     least, most = FACTORS
     if isinstance(lr, Tensor):
-        return (LIFT / lr.clamp(min=LIFT / most)).clamp(min=least)
-    return max(LIFT / max(lr, LIFT / most), least)
+        lr = lr.clamp(min=GENTLE / most**2)
+        return (GENTLE / lr).sqrt_().minimum(LIFT / lr).clamp_(min=least)
+    lr = max(lr, GENTLE / most**2)
+    return max(min(math.sqrt(GENTLE / lr), LIFT / lr), least)
 
 
 # -------------------------------------------------------------------- pass 2

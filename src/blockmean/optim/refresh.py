@@ -138,10 +138,11 @@ def bound_(batches: Sequence[Matrices], products: Sequence[Products], reduce: Re
     reduce(sums_of(found))
     for b, p, sums in zip(batches, products, found, strict=True):
         numbers, (squares, rest) = b.numbers, mean_squares(b.means.U, p, sums, b.sizes)
-        of_M, (of_means, of_rest) = b.means.weights[:, 0].square(), bounds_of(numbers)
+        tiny, (of_means, of_rest) = torch.finfo(rest.dtype).tiny, bounds_of(numbers)
+        of_M = b.means.weights[:, 0].square().clamp_(min=tiny)  # 0 before a first good gradient
         bounds = of_means, of_means, of_means, of_rest
         for v, square, bound, weight in zip(b.means.v, squares, bounds, corrections(b.means), strict=True):
-            raised = square * (weight / (bound**2 * of_M.view_as(weight)) * numbers.news(0))
+            raised = square * (weight / (bound**2 * of_M.view_as(weight)) * numbers.allowed)
             v.copy_(v.maximum(raised))
         set_factor_(b, p.total, squares, rest)
 
@@ -159,7 +160,7 @@ def set_factor_(b: Matrices, total: Tensor, squares: Squares, rest: Tensor) -> N
     sigma, root_E = ((v / means.weights[:, 2]).sqrt() for v in (means.variance, means.rest_variance))
     of_rest = ((entries * rest - LEAST * total).clamp(min=0) / root_E).nan_to_num(0.0)
     gain = of_means + (squares.L / root_L * inputs).sum(-1) + of_rest
-    means.factor.lerp_((total / sigma / gain).nan_to_num(FACTORS[0]).clamp(*FACTORS), b.numbers.news(0))
+    means.factor.lerp_((total / sigma / gain).nan_to_num(FACTORS[0]).clamp(*FACTORS), b.numbers.allowed)
 
 
 def _sides(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:

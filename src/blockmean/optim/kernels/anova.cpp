@@ -21,7 +21,7 @@ namespace {
 constexpr double FORGET = 0.95;      // ρ
 constexpr double LEAST = 0x1p-18;    // share of a row's square that its remainder has at least
 constexpr double NOISE = 0x1p-19;    // what is smaller than this share of a whole counts as noise
-constexpr double LOWEST = 0.7, HIGHEST = 20.0, LIFT = 3e-3;  // the range of c, which lifts no rate above LIFT
+constexpr double LOWEST = 0.7, HIGHEST = 20.0, LIFT = 7e-3, GENTLE = 3e-2;  // limits of c, as in decomposition.py
 constexpr double INERTIA = 1e-3;     // how much of the old columns is added to new ones of length 1
 constexpr double CLOSEST = 1e-5;     // smallest diagonal entry of a Cholesky factor of unit columns to be trusted
 constexpr float SMALLEST = 0x1p-63f;  // the root of the smallest normal number
@@ -214,7 +214,8 @@ void precondition(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
         subtract(m, m.K_m(), m.q, p, wide);
     });
     // left = c [U (K_m/rK) + (MV − U K_m)/rR − d MV | U/rL − d U], and all that multiplies it
-    const double limit = most(LIFT / most(rule.lr, LIFT / HIGHEST), LOWEST);
+    const double lr = most(rule.lr, GENTLE / (HIGHEST * HIGHEST)), gentle = std::sqrt(GENTLE / lr);
+    const double limit = most(LIFT / lr < gentle ? LIFT / lr : gentle, LOWEST);
     const double step = -rule.lr / w1 * least(double(m.scalar(FACTOR)), limit);
     over_blocks(0, m.units, [&](int64_t i, int64_t rows) {
         multiply<float>(rows, m.q, m.k, {m.U() + i * stride, stride, 1}, m.mixed, q, m.left + i * rank, rank);

@@ -41,7 +41,7 @@ FOLLOW = tl.constexpr(1 - 0.95)  # 1 − ρ
 LEAST = tl.constexpr(2.0**-18)
 NOISE = tl.constexpr(2.0**-19)
 LOWEST_FACTOR, HIGHEST_FACTOR = tl.constexpr(0.7), tl.constexpr(20.0)
-LIFT = tl.constexpr(3e-3)
+LIFT, GENTLE = tl.constexpr(7e-3), tl.constexpr(3e-2)
 ROOT_TINY = tl.constexpr(2.0**-63)
 
 
@@ -312,7 +312,8 @@ def grand(ok, matrices, scratch, K_PAD: tl.constexpr, Q_PAD: tl.constexpr, STEP:
     share = rest / without_V
     tl.store(share_c, tl.where(share > 0, tl.minimum(share, 1.0), 0.0))  # 0 for NaN
     lr = tl.load(floats(matrix, LR))
-    highest = tl.maximum(1 / tl.maximum(lr / LIFT, 1 / HIGHEST_FACTOR), LOWEST_FACTOR)
+    rate = tl.maximum(lr, GENTLE / (HIGHEST_FACTOR * HIGHEST_FACTOR))
+    highest = tl.maximum(tl.minimum(tl.sqrt(GENTLE / rate), LIFT / rate), LOWEST_FACTOR)
     tl.store(share_c + 1, tl.minimum(factor, highest))
     tl.store(scalars, lerp(variance, total / (O * I), wE_rate))
     tl.store(scalars + 1, lerp(rest_variance, rest / (O * I), wE_rate))
