@@ -279,6 +279,34 @@ def test_checkpoints_of_the_first_form_are_refused_in_words():
         Anova([param]).load_state_dict(saved)
 
 
+@pytest.mark.parametrize("name", ["unit_means", "input_means", "grand_means"])
+def test_means_of_another_shape_or_without_a_part_are_not_loaded(name):
+    param = nn.Parameter(torch.randn(64, 48))
+    optimizer = Anova([param], means=4)
+    steps_of(optimizer, param, noise((64, 48), 2))
+    short, without, rows = (copy.deepcopy(optimizer.state_dict()) for _ in range(3))
+    short["state"][0][name] = short["state"][0][name][..., :-1]
+    del without["state"][0][name]
+    rows["state"][0]["unit_means"] = rows["state"][0]["unit_means"][:10]
+    for saved, message in ((short, "means|shape"), (without, "lacks"), (rows, "another shape")):
+        with pytest.raises(ValueError, match=message):
+            Anova([param], means=4).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("means", [(0, 3), (3, 0)])
+def test_means_of_one_side_follow_the_gradients(means):
+    rng = torch.Generator().manual_seed(0)
+    a, b = torch.randn(30, 3, generator=rng), torch.randn(40, 3, generator=rng)
+    param = nn.Parameter(torch.zeros(30, 40))
+    optimizer = Anova([param], means=means)
+    steps_of(optimizer, param, noise((30, 40), 1))  # what they start with is noise
+    for _ in range(60):
+        scales, rest = torch.randn(3, generator=rng), 0.1 * torch.randn(30, 40, generator=rng)
+        steps_of(optimizer, param, [(a * scales) @ b.T + rest])
+    (found,) = optimizer.block_statistics()
+    assert found.shares.means > 0.8
+
+
 def test_the_options_of_an_adamw_configuration_are_accepted_where_they_are_false():
     param = nn.Parameter(torch.zeros(12, 10))
     Anova([param], amsgrad=False, capturable=False, differentiable=False)

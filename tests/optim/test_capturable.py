@@ -96,8 +96,28 @@ def test_memory_that_torchs_fused_form_cannot_take_is_refused():
     param.grad = torch.ones(1, 3)
     optimizer = Anova([param], capturable=True)
     param.data = torch.ones(3, 2)[:, :1].t()
-    with pytest.raises(ValueError, match=r"Anova\(capturable=True\) needs contiguous parameters"):
+    with pytest.raises(ValueError, match=r"Anova\(capturable=True\) needs contiguous tensors"):
         optimizer.step()
+
+
+def test_nothing_has_changed_in_any_group_when_memory_is_refused():
+    first, second = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(4, 3).t())
+    optimizer = Anova([{"params": [first]}, {"params": [second]}], capturable=True, means=0)
+    first.grad, second.grad = torch.ones(5), torch.ones(3, 4)
+    with pytest.raises(ValueError, match="needs contiguous tensors"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(5)) and not optimizer.state
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_bad_gradients_before_the_first_good_one_leave_everything_finite(every):
+    param = nn.Parameter(torch.randn(20, 20))
+    optimizer = Anova([param], capturable=True, refresh_every=every)
+    for t in range(8):
+        param.grad = torch.randn(20, 20) if t > 2 else torch.full((20, 20), torch.nan)
+        optimizer.step()
+    assert param.isfinite().all() and all(value.isfinite().all() for value in optimizer.state[param].values())
+    assert int(optimizer.skipped_steps) == 3
 
 
 def test_only_anova_has_this_form():

@@ -430,8 +430,8 @@ class DenseAnova:
         c = max(min(self.c, (3e-2 / self.lr) ** 0.5, 7e-3 / self.lr), 0.7)
         delta = U @ K @ V.T + R @ V.T + U @ L + E
         self.theta = self.theta * (1 - self.lr * self.decay) - self.lr * c * delta
-        self.X = 0.95 * self.X + 0.05 * G @ V @ (U.T @ G @ V).T
-        self.Y = 0.95 * self.Y + 0.05 * G.T @ U @ (U.T @ G @ V)
+        self.X = 0.95 * self.X + 0.05 * (G @ V @ (U.T @ G @ V).T if self.q else G @ G.T @ U)
+        self.Y = 0.95 * self.Y + 0.05 * (G.T @ U @ (U.T @ G @ V) if self.k else G.T @ G @ V)
         if self.t % self.every == 0:
             self.U, self.V = self.orthonormal(self.X, U), self.orthonormal(self.Y, V)
             turn_U, turn_V = (U.T @ self.U) ** 2, (V.T @ self.V) ** 2

@@ -4,7 +4,7 @@
     u_i = Σ g over block i,  U ← U + u uᵀ                       (lines 11, 14)
     δ = g/z + w c_i,   θ ← θ − η δ                              (lines 16-21 in one)
 
-`forms.py` defines c and w for each variant.
+`passes.FORMS` defines c and w for each variant.
 """
 
 from __future__ import annotations

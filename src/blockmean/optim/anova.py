@@ -23,7 +23,7 @@ step, in its root mean square, below what an Adam in fixed coordinates can reach
 The bases follow the gradients by subspace iteration. Every T steps they turn; the average gradient is projected anew,
 and second moments follow the rotation approximately:
 
-    X ← average of G V Kᵀ,   Y ← average of Gᵀ U K;      U ← orth(X),   V ← orth(Y)
+    X ← average of G V Kᵀ,   Y ← average of Gᵀ U K;      U ← orth(X),   V ← orth(Y)      (alone: G Gᵀ U, Gᵀ G V)
     v_R ← v_R (Vᵀ V_new)∘²,   v_L ← (U_newᵀ U)∘² v_L,   v_K ← (U_newᵀ U)∘² v_K (Vᵀ V_new)∘²
 
 With k = 1, U = 1/√O and V = 1/√I this is the textbook analysis, and the means per unit are the paper's block means.
@@ -58,7 +58,7 @@ from blockmean.optim.batches import (
     Batch,
     batches_of,
     counts,
-    fits,
+    mean_shapes,
     mean_state,
     means_in,
     means_of,
@@ -192,8 +192,8 @@ class Anova(BaseOptimizer):
             if (k or q) and not sharding.is_distributed(param) and (reason := why_not(param, k, q)):
                 self.param_groups.pop()
                 raise RuntimeError(
-                    f"{type(self).__name__}(fused=True) takes kernels, which cannot serve {shown_names(group)[i]}: it "
-                    f"{reason}. Take fused=None."
+                    f"{type(self).__name__}(fused=True) uses kernels, which do not support {shown_names(group)[i]}: it "
+                    f"{reason}. Use fused=None."
                 )
 
     # ---------------------------------------------------------------- state
@@ -225,13 +225,20 @@ class Anova(BaseOptimizer):
                 f"The checkpoint is one of {owner}'s first form, which kept second moments per entry; learning rates "
                 "meant something else there. Keep the version it was made with, or start with fresh optimizer state."
             )
-        wanted = {}
-        for i, state in states.items():
-            asked = means_of(params[i].shape, group["means"])
-            wanted[i] = ("exp_avg",) if any(asked) else ("exp_avg", "exp_avg_sq")
-            if "unit_means" in state and not fits(state, *asked):
-                raise ValueError(other_means({**group, "params": current["params"]}, i, state, asked, owner))
+        means = {i: means_of(params[i].shape, group["means"]) for i in states}
+        wanted = {i: ("exp_avg",) if any(asked) else ("exp_avg", "exp_avg_sq") for i, asked in means.items()}
         require_state(current, states, wanted, owner)
+        for i, state in states.items():
+            asked = means[i]
+            missing = [name for name in (*MEANS, "means_start_step") if name not in state]
+            if "exp_avg_sq" in state or "exp_avg" not in state:
+                continue
+            if missing:
+                raise ValueError(f"The checkpoint lacks {', '.join(missing)} of {shown_names(current)[i]}.")
+            if counts(state) != asked:
+                raise ValueError(other_means({**group, "params": current["params"]}, i, state, asked, owner))
+            if [tuple(state[name].shape) for name in MEANS] != mean_shapes(params[i].shape, *asked):
+                raise ValueError(f"The means of {shown_names(current)[i]} in the checkpoint are of another shape.")
 
     def adopt(self, param: Tensor, name: str, value: Tensor) -> Tensor:
         if name not in MEANS:
@@ -267,8 +274,8 @@ class Anova(BaseOptimizer):
                 native.append(i)
             else:
                 matrices.append(i)
-        if group["capturable"] and step.is_sharded:
-            raise ValueError(f"{type(self).__name__}(capturable=True) does not take sharded parameters.")
+        if group["capturable"]:
+            self._check_capturable(step, plain)
         batches = batches_of(step, matrices) if matrices else []
         for batch in batches:
             means = batch.matrices.means
@@ -282,6 +289,16 @@ class Anova(BaseOptimizer):
             step.evidence.append(torch.stack(torch._foreach_norm(grads, dtype=dtype)).square())
         step.sums = sharded_sums(step, batches) if step.is_sharded else []
         step.work = plain, batches, native, kernels
+
+    def _check_capturable(self, step: GroupStep, plain: list[int]) -> None:
+        owner = f"{type(self).__name__}(capturable=True)"
+        if step.is_sharded:
+            raise ValueError(f"{owner} does not support sharded parameters.")
+        for i in plain:  # masks are those of torch's fused AdamW, which takes memory as it lies
+            if not (step.params[i].is_contiguous() and step.grads[i].is_contiguous()):
+                raise ValueError(
+                    f"{owner} needs contiguous tensors. {shown_names(step.group)[i]} or its gradient is not."
+                )
 
     def _kernels(self, step: GroupStep, indices: list[int]) -> NativeMatrices | TritonStep:
         """Matrices that kernels take through a step: C++ on a CPU, Triton on a GPU."""
@@ -315,7 +332,9 @@ class Anova(BaseOptimizer):
         starting = [batch for batch in batches if batch.matrices.numbers.is_first]
         if starting:
             self._start(starting)
-        found = [sums_of_squares(b.matrices.means.U, b.matrices.means.V, b.products) for b in batches]
+        found = [
+            sums_of_squares(b.matrices.means.U, b.matrices.means.V, b.products, b.matrices.gradients) for b in batches
+        ]
         due = [batch for batch in batches if batch.matrices.numbers.refreshes]
         awake = [waking(batch.matrices, batch.products) for batch in due]
         sharding.reduce(over_processes(batches, sums_of(found)) + over_processes(due, sums_of(awake)))
@@ -368,8 +387,6 @@ class Anova(BaseOptimizer):
             lists[:2] = map(exact, lists[:2])
         # torch's fused form takes memory as it lies, so only what lies alike may go there.
         fused = bool(asked) and all(all(map(Tensor.is_contiguous, values)) for values in lists)
-        if step.ok is not None and not fused:
-            raise ValueError(f"{type(self).__name__}(capturable=True) needs contiguous parameters and gradients.")
         thetas, grads, first, second = lists
         adamw(
             thetas,
@@ -447,6 +464,6 @@ def other_means(group: dict[str, Any], i: int, state: State, asked: tuple[int, i
     """Why a state does not fit."""
     k, q = counts(state)
     return (
-        f"{shown_names(group)[i]} has {k} means over units and {q} over inputs, and means={group['means']!r} asks for "
+        f"{shown_names(group)[i]} has {k} means over units and {q} over inputs, but means={group['means']!r} asks for "
         f"{asked[0]} and {asked[1]}. Construct {owner} anew to change them."
     )

@@ -64,11 +64,16 @@ def means_of(shape: tuple[int, ...], means: int | tuple[int, int] | str) -> tupl
     return min(first, units), min(second, inputs)
 
 
+def mean_shapes(shape: Sequence[int], k: int, q: int) -> list[tuple[int, ...]]:
+    """The shapes of the state of means, or of what a process has of it."""
+    columns, rows, numbers = state_widths(k, q)
+    return [(shape[0], columns), (rows, *shape[1:]), (numbers,)]
+
+
 def mean_state(param: Tensor, k: int, q: int) -> State:
     """The state of k and q means that have not started, all zero."""
-    own, (columns, rows, numbers) = local(param), state_widths(k, q)
-    shapes = (own.shape[0], columns), (rows, *own.shape[1:]), (numbers,)
-    zeros = [own.new_zeros(shape, dtype=arithmetic(own.dtype)) for shape in shapes]
+    own = local(param)
+    zeros = [own.new_zeros(shape, dtype=arithmetic(own.dtype)) for shape in mean_shapes(own.shape, k, q)]
     named = zip(MEANS, zeros, strict=True)
     return {name: sharding.like(param, zero, sharded_dims(name, zero.ndim)) for name, zero in named}
 
@@ -76,12 +81,6 @@ def mean_state(param: Tensor, k: int, q: int) -> State:
 def sharded_dims(name: str, ndim: int) -> list[int]:
     """The dims along which the state of means is sharded if its parameter is."""
     return {"unit_means": [0], "input_means": list(range(1, ndim)), "grand_means": []}[name]
-
-
-def fits(state: State, k: int, q: int) -> bool:
-    """Whether a state has this many means."""
-    widths = state["unit_means"].shape[1], state["input_means"].shape[0], state["grand_means"].shape[0]
-    return widths == state_widths(k, q)
 
 
 def means_in(state: State) -> Means:

@@ -102,11 +102,13 @@ class SumsOfSquares(NamedTuple):
 
     R: Tensor  # (n, q), of every column of R
     LL: Tensor  # (n, k, k), L Lᵀ
+    X: Tensor  # (n, O, k), G Gᵀ U where there is no V to follow; else empty
+    Y: Tensor  # (n, I, q), Gᵀ G V where there is no U
 
 
 SIDES = {
     Products: ("inputs", "units", "both", "inputs", "both"),
-    SumsOfSquares: ("units", "inputs"),
+    SumsOfSquares: ("units", "inputs", "inputs", "units"),
 }
 """What each of these is a sum over."""
 
@@ -223,11 +225,18 @@ def joined(parts: Sequence[Tensor], dim: int, size: int) -> Tensor:
     return wide[0] if len(wide) == 1 else torch.cat(wide)
 
 
-def sums_of_squares(U: Tensor, V: Tensor, products: Products) -> SumsOfSquares:
-    """Of R and L, which are formed: a difference of squares would cancel."""
+def sums_of_squares(
+    U: Tensor, V: Tensor, products: Products, gradients: Sequence[tuple[slice, Tensor]] = ()
+) -> SumsOfSquares:
+    """Of R and L, which are formed: a difference of squares would cancel. And, from gradients, sketches of one side."""
     GV, UG, K, *_ = products
-    L = UG - K @ V.mT
-    return SumsOfSquares((GV - U @ K).square().sum(-2), L @ L.mT)
+    (k, q), L = K.shape[1:], UG - K @ V.mT
+    X = Y = K.new_zeros(0)
+    if gradients and not q:
+        X = joined([G @ UG[at, :, : G.shape[2]].mT for at, G in gradients], -2, U.shape[1])
+    if gradients and not k:
+        Y = joined([G.mT @ GV[at, : G.shape[1]] for at, G in gradients], -2, V.shape[1])
+    return SumsOfSquares((GV - U @ K).square().sum(-2), L @ L.mT, X, Y)
 
 
 def sums_of(found: Sequence[NamedTuple]) -> Sums:
@@ -282,8 +291,8 @@ def update_moments_(matrices: Matrices, products: Products, sums: SumsOfSquares)
         v.lerp_(square, numbers.news(beta))
     means.variance.lerp_(products.total / matrices.sizes.entries, numbers.news(numbers.beta2))
     means.rest_variance.lerp_(rest, numbers.news(numbers.beta2))
-    means.X.lerp_(GV @ K.mT, numbers.news(FORGET))
-    means.Y.lerp_(UG.mT @ K, numbers.news(FORGET))
+    means.X.lerp_(GV @ K.mT if GV.shape[-1] else sums.X, numbers.news(FORGET))
+    means.Y.lerp_(UG.mT @ K if UG.shape[-2] else sums.Y, numbers.news(FORGET))
 
 
 def roots(means: Means, eps: float, floors: Sequence[Tensor | float] = (0.0,) * 4) -> list[Tensor]:

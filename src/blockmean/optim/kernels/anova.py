@@ -75,6 +75,8 @@ def why_not(param: Tensor, k: int, q: int) -> str | None:
         return f"is {str(param.dtype).removeprefix('torch.')}"
     if not param.is_contiguous():
         return "is not contiguous"
+    if not (k and q):
+        return "has means of one side only"
     if param.device.type == "cpu":
         return None if _library is not None else f"is on a CPU, and {kernels.MISSING}"
     shape = triton_anova.Shape(param.shape[0], param.shape[1:].numel(), k, q)
@@ -93,6 +95,7 @@ def serves(param: Tensor, grad: Tensor, state: State) -> bool:
         and state["exp_avg"].dtype == torch.float32
         and param.numel() > 0
     )
+    alike = alike and all(counts(state))  # means of one side alone follow other sketches
     if not param.is_cpu:
         return alike and why_not(param, *counts(state)) is None
     return alike and _library is not None and grad.data_ptr() != 0 and not grad.is_neg()
