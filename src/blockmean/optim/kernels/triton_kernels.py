@@ -312,8 +312,8 @@ def grand(ok, matrices, scratch, K_PAD: tl.constexpr, Q_PAD: tl.constexpr, STEP:
     share = rest / without_V
     tl.store(share_c, tl.where(share > 0, tl.minimum(share, 1.0), 0.0))  # 0 for NaN
     lr = tl.load(floats(matrix, LR))
-    rate = tl.maximum(lr, GENTLE / (HIGHEST_FACTOR * HIGHEST_FACTOR))
-    highest = tl.maximum(tl.minimum(tl.sqrt(GENTLE / rate), LIFT / rate), LOWEST_FACTOR)
+    rate = tl.maximum(lr / GENTLE, 1 / (HIGHEST_FACTOR * HIGHEST_FACTOR))
+    highest = tl.maximum(tl.minimum(tl.sqrt(1 / rate), 1 / (rate * GENTLE / LIFT)), LOWEST_FACTOR)
     tl.store(share_c + 1, tl.minimum(factor, highest))
     tl.store(scalars, lerp(variance, total / (O * I), wE_rate))
     tl.store(scalars + 1, lerp(rest_variance, rest / (O * I), wE_rate))
