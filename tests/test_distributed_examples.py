@@ -105,9 +105,10 @@ def children(parent: int) -> list[int]:
 def test_no_thread_of_gloo_outlives_the_process_group(tmp_path):
     script = tmp_path / "threads.py"
     script.write_text(
-        "import runpy\nfrom pathlib import Path\n"
+        "import os, runpy\nfrom pathlib import Path\n"
         f"runpy.run_path({str(EXAMPLES / 'ddp_train.py')!r})\n"
-        "print('threads:', *(comm.read_text().strip() for comm in Path('/proc/self/task').glob('*/comm')))\n"
+        "names = [comm.read_text().strip() for comm in Path('/proc/self/task').glob('*/comm')]\n"
+        "os.write(1, f'threads: {names}\\n'.encode())\n"  # at once: the other process writes to the same pipe
     )
     lines = finish(start(str(script.with_suffix("")), tmp_path, "--steps=10")).splitlines()
     threads = [line for line in lines if line.startswith("threads:")]
