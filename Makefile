@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Python compiles a module when it is first imported; to compile all of torch's here takes longer than to install it.
+PIP := $(BIN)/pip install --quiet --no-compile
 # Two workers on two cores, one thread each: more torch threads would only compete. Tests that share something slow
 # (`xdist_group`) run in the same worker.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
@@ -12,11 +14,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 setup: $(READY)
 
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard src/blockmean/optim/kernels/*.[ch]pp)
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps curvlinops-for-pytorch
-	touch $@
+	@echo "Setting up .venv, once: a minute or two of work, and the time to download torch."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) --upgrade pip
+	@echo "Installing torch and the tools, compiling the kernels ..."
+	@$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) --constraint constraints.txt --no-deps curvlinops-for-pytorch
+	@touch $@
+	@echo "Done: $(BIN)/python, $(BIN)/blockmean."
 
 test: lint
 	$(PYTEST)

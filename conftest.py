@@ -1,10 +1,13 @@
 """For all tests and doctests: none leaves anything behind for the next one to stumble over."""
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+os.environ.pop("COLUMNS", None)  # of xdist: a console keeps the width it finds when it is made, whatever a test sets
 
 
 @pytest.fixture(autouse=True)

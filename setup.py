@@ -21,7 +21,7 @@ from setuptools.errors import CompileError
 HERE = Path("src/blockmean/optim/kernels")
 # Compiled once for every instruction set, of which the library chooses one when it is loaded.
 KERNELS = ["kernels.cpp", "anova.cpp"]
-REST = ["library.cpp", "pool.cpp"]
+REST = "library.cpp"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 X86 = {"plain": [], "avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-mavx2", "-mfma", "-mf16c", *AVX512]}
 if stand_in := os.environ.get("BLOCKMEAN_STAND_IN"):  # a header with the intrinsics of AVX-512, to test without it
@@ -65,7 +65,7 @@ class BuildKernels(build_ext):
 
         # The slowest first, and as many at a time as there are processors.
         jobs = [(source, variant, *VARIANTS[variant]) for source in KERNELS for variant in reversed(VARIANTS)]
-        jobs += [(source, "any", *(["-DSTAND_IN"] if stand_in else [])) for source in REST]
+        jobs.append((REST, "any", *(["-DSTAND_IN"] if stand_in else [])))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = [one for found in pool.map(lambda job: compiled(*job), jobs) for one in found]
         path = self.get_ext_fullpath(ext.name)
@@ -87,7 +87,7 @@ setup(
     ext_modules=[
         Extension(
             "blockmean.optim.kernels.libblockmean",
-            sources=[str(HERE / source) for source in [*KERNELS, *REST]],
+            sources=[str(HERE / source) for source in [*KERNELS, REST]],
             depends=[str(path) for path in sorted(HERE.glob("*.[ch]pp"))],
             language="c++",
             optional=True,

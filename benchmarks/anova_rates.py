@@ -3,9 +3,11 @@
     python benchmarks/anova_rates.py --data-dir FOLDER [--tasks mlp tied …] [--rates 1e-4 3e-4 …] [--seeds 0 1 …]
     python benchmarks/anova_rates.py --table
 
-The tasks of the race, and four where a method that sees what rows and columns share starts slowly: a byte GPT with
+The tasks of the race; four where a method that sees what rows and columns share starts slowly: a byte GPT with
 warm-up, decay to zero, weight decay and clipping (`gpt`); embeddings that are also the output layer, of bytes (`tied`)
-and of 20,000 words (`tied-20k`); and fine-tuning of a trained network to digits that are rotated (`finetune`). The loss
+and of 20,000 words (`tied-20k`); and fine-tuning of a trained network to digits that are rotated (`finetune`). Then
+three that were no part of any choice: words with separate embeddings (`words`), rows that rarely have a gradient
+(`factors`), and targets far from what a new network gives (`regression`). The loss
 is the mean over the last tenth of the steps; equal seeds mean equal weights and batches. Every run is a line of
 benchmarks/results/anova_rates.jsonl and is not repeated.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import importlib
+import inspect
 import json
 import math
 import os
@@ -28,6 +31,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -35,6 +40,7 @@ import blockmean
 from blockmean.lab.arms import seed_everything, state_bytes
 from blockmean.lab.environment import environment
 from blockmean.lab.tasks import LOSSES, TASKS, load_data, make_model
+from blockmean.lab.tokens import GPT
 from blockmean.lab.train import batches_of
 
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -42,8 +48,8 @@ Make = Callable[..., torch.optim.Optimizer]
 
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 OPTIMIZERS: dict[str, Make] = {"AdamW": torch.optim.AdamW, "Anova": blockmean.Anova}
-DEFAULT = 1e-3
-"""The rate of torch's AdamW when none is given."""
+DEFAULTS = {name: inspect.signature(make).parameters["lr"].default for name, make in OPTIMIZERS.items()}
+"""The rates when none is given; arms of other names have Anova's options."""
 TOLERANCE = 0.03
 """How far behind AdamW, at AdamW's own rates up to its best one, counts as not behind."""
 LAST = 10
@@ -122,48 +128,6 @@ def windows(codes: Tensor, seed: int, batch: int, length: int) -> Iterator[Tenso
         yield codes[starts + torch.arange(length)].long()
 
 
-class Attention(nn.Module):
-    """Causal self-attention and an MLP, each behind a LayerNorm."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, context, width) → the same."""
-        parts = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        result: Tensor = x + self.mlp(x)
-        return result
-
-
-class GPT(nn.Module):
-    """A decoder of bytes, with weights drawn as GPT-2's are: normal with deviation .02, smaller at the residuals."""
-
-    def __init__(self, width: int = 96, layers: int = 3, heads: int = 4, context: int = 64) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Attention(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:
-                residual = name.endswith(("out.weight", "mlp.3.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-
-    def forward(self, codes: Tensor) -> Tensor:
-        """(n, context) → (n, 256, context)."""
-        hidden = self.embed(codes) + self.place.weight[: codes.shape[1]]
-        outputs: Tensor = self.head(self.norm(self.blocks(hidden))).mT
-        return outputs
-
-
 class Tied(nn.Module):
     """The next code from those before it, with one matrix for embedding and output."""
 
@@ -180,9 +144,42 @@ class Tied(nn.Module):
         return outputs
 
 
+class Words(nn.Module):
+    """The next code from those before it, with an embedding and an output layer of their own."""
+
+    def __init__(self, vocabulary: int, width: int = 128, context: int = 8) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        hidden = nn.Linear(context * width, 128), nn.GELU(), nn.Linear(128, width), nn.LayerNorm(width)
+        self.body = nn.Sequential(*hidden)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """(n, context) → (n, vocabulary)."""
+        outputs: Tensor = self.head(self.body(self.embed(codes).flatten(1)))
+        return outputs
+
+
+class Factors(nn.Module):
+    """A matrix as the product of two embeddings, as a recommender has it."""
+
+    def __init__(self, rows: int = 200, columns: int = 150, width: int = 16) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Embedding(rows, width), nn.Embedding(columns, width)
+        for table in (self.rows, self.columns):
+            nn.init.normal_(table.weight, std=0.3)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        """(n, 2) → (n,)."""
+        entries: Tensor = (self.rows(pairs[:, 0]) * self.columns(pairs[:, 1])).sum(1)
+        return entries
+
+
 def gpt(seed: int, steps: int) -> Problem:
     drawn = windows(byte_codes(), seed, 8, 65)
-    return Problem(GPT(), functional.cross_entropy, ((x[:, :-1], x[:, 1:]) for x in drawn))
+    return Problem(
+        GPT(256, 96, layers=3, context=64), LOSSES["next_token"].mean, ((x[:, :-1], x[:, 1:]) for x in drawn)
+    )
 
 
 def tied(seed: int, steps: int) -> Problem:
@@ -195,6 +192,37 @@ def tied(seed: int, steps: int) -> Problem:
 def tied_words(seed: int, steps: int) -> Problem:
     drawn = windows(word_codes(20_000), seed, 256, 9)
     return Problem(Tied(20_000), functional.cross_entropy, ((x[:, :8], x[:, 8]) for x in drawn))
+
+
+def words(seed: int, steps: int) -> Problem:
+    drawn = windows(word_codes(2_000), seed, 256, 9)
+    return Problem(Words(2_000), functional.cross_entropy, ((x[:, :8], x[:, 8]) for x in drawn))
+
+
+def factors(seed: int, steps: int) -> Problem:
+    """Entries of a matrix of rank 8, a few at a time: a row rarely has a gradient."""
+    generator = torch.Generator().manual_seed(seed + 1_000_003)
+    target = torch.randn(200, 8, generator=generator) @ torch.randn(8, 150, generator=generator) / 8**0.5
+
+    def batches() -> Batches:
+        while True:
+            rows, columns = (torch.randint(size, (64,), generator=generator) for size in target.shape)
+            yield torch.stack([rows, columns], 1), target[rows, columns]
+
+    return Problem(Factors(), functional.mse_loss, batches())
+
+
+def regression(seed: int, steps: int) -> Problem:
+    """Targets far from what a new network gives: all weights have to grow together."""
+    generator = torch.Generator().manual_seed(seed + 1_000_003)
+
+    def batches() -> Batches:
+        while True:
+            x = torch.rand(64, 32, generator=generator)
+            yield x, x.repeat(1, 2)[:, :40].cumsum(1) / 4
+
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 40))
+    return Problem(model, functional.mse_loss, batches())
 
 
 def finetune(seed: int, steps: int) -> Problem:
@@ -217,6 +245,9 @@ SETTINGS = {
     "tied": Setting("tied bytes", 300, tied),
     "tied-20k": Setting("tied words, 20,000 × 64", 300, tied_words),
     "finetune": Setting("fine-tuning to rotated digits", 200, finetune),
+    "words": Setting("words, 2,000 × 128", 300, words),
+    "factors": Setting("factorising a matrix, 64 entries a step", 1500, factors),
+    "regression": Setting("regression, targets not scaled", 400, regression),
 }
 
 
@@ -302,6 +333,57 @@ def means(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[float, 
     return found
 
 
+def paired(records: Iterable[dict[str, Any]]) -> dict[str, dict[float, tuple[float, float]]]:
+    """Mean losses of AdamW and Anova by task and rate, over the seeds that both have; tasks in the order above."""
+    losses = {key(record): math.inf if record["loss"] is None else record["loss"] for record in records}
+    found: dict[str, dict[float, tuple[float, float]]] = {}
+    for task in SETTINGS:
+        for rate in sorted({rate for name, _, rate, _ in losses if name == task}):
+            both = [(losses.get((task, "AdamW", rate, s)), losses.get((task, "Anova", rate, s))) for s in range(100)]
+            runs = [pair for pair in both if None not in pair]
+            if runs:
+                found.setdefault(task, {})[rate] = tuple(map(statistics.mean, zip(*runs, strict=True)))
+    return found
+
+
+def brief(records: Iterable[dict[str, Any]], tasks: Iterable[str] = SETTINGS) -> list[list[str]]:
+    """Rows of a table: a task, AdamW at its best rate, Anova at that rate, Anova at its own best rate."""
+    rows, found = [], paired(records)
+    for task in tasks:
+        rate = min(found[task], key=lambda rate: found[task][rate][0])
+        (adamw, same), best = found[task][rate], min(anova for _, anova in found[task].values())
+        cells = [f"{loss:.3g}" for loss in (adamw, same, best)]
+        winner = 0 if adamw < min(same, best) else 2
+        rows.append([SETTINGS[task].title, *(f"**{x}**" if i == winner else x for i, x in enumerate(cells))])
+    return rows
+
+
+def draw(records: Iterable[dict[str, Any]], tasks: Iterable[str] = SETTINGS) -> Figure:
+    """Loss against learning rate, a panel for every task."""
+    every = paired(records)
+    found = {task: every[task] for task in tasks}
+    figure = Figure(figsize=(7.2, 1.7 * math.ceil(len(found) / 3)), layout="constrained")
+    panels = list(figure.subplots(math.ceil(len(found) / 3), 3, squeeze=False).flat)
+    for ax in panels[len(found) :]:
+        ax.remove()
+    for (task, losses), ax in zip(found.items(), panels, strict=False):
+        for i, (arm, colour) in enumerate((("AdamW", "0.2"), ("Anova", "tab:red"))):
+            values = [pair[i] for pair in losses.values()]
+            ax.plot(list(losses), values, "o-", color=colour, label=arm, markersize=3, linewidth=1.2)
+        ax.set(xscale="log", yscale="log")
+        low, high = ax.get_ylim()
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 2.5, 3, 4, 6) if high < 20 * low else (1,)))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.minorticks_off()
+        ax.set_title(SETTINGS[task].title, fontsize=8)
+        ax.tick_params(labelsize=7)
+        ax.grid(alpha=0.3)
+    panels[0].legend(fontsize=8, frameon=False)
+    figure.supxlabel("learning rate", fontsize=9)
+    figure.supylabel("loss of the last tenth of the steps", fontsize=9)
+    return figure
+
+
 def table(records: list[dict[str, Any]]) -> str:
     """Per task and arm: losses, the best of them, what the default rate loses, and the worst ratio to AdamW's loss.
 
@@ -329,7 +411,8 @@ def table(records: list[dict[str, Any]]) -> str:
             cost = statistics.median(1e3 * r["step_seconds"] / r["steps"] for r in own)
             cells = [f"{losses[rate]:.4g}" if rate in losses else "" for rate in rates]
             best = min(losses.values())
-            at_default = f"{losses[DEFAULT] / best:.3f}" if DEFAULT in losses else ""
+            default = DEFAULTS.get(arm, DEFAULTS["Anova"])
+            at_default = f"{losses[default] / best:.3f}" if default in losses else ""
             cells += [f"{best:.4g}", at_default, f"{worst:.3f}{mark}", f"{cost:.2f}"]
             lines.append(f"| {arm} | {' | '.join(cells)} |")
         lines.append("")

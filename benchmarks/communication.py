@@ -127,16 +127,18 @@ def adam_bma(shapes: Shapes) -> float:
 
 
 def anova(shapes: Shapes, k: int = 32) -> float:
-    """Bytes of all all-reduces of a step, rows sharded, in float32, averaged over the period of refreshes.
+    """Bytes of all all-reduces of a step, rows sharded, averaged over the period of refreshes.
 
-    UᵀG, UᵀE' and the increment of Y have k × I numbers, UᵀGV, UᵀR' and UᵀE'V k × k. A refresh has 2k × 2k and k × k
-    Gram matrices, k × I for the average gradient, and three more k × k products.
+    A step sums UᵀG (k × I), UᵀGV (k × k), the squares of R (k) and of G in float32. A refresh sums in float64: Gram
+    matrices of 2k × 2k and k × k, and UᵀM, UᵀMV and ‖M‖² of the average gradient; and in float32: which rows have a
+    gradient, which columns of U are in use, and the squares of R_m. Every step has one flag per matrix and five more.
     """
     numbers = 0.0
     for units, inputs in shapes:
         own = min(k, units, inputs)
-        numbers += 3 * own * inputs + 3 * own * own + (own * inputs + 8 * own * own) / PERIOD
-    return 4 * (numbers + 2 * len(shapes) + 5)
+        numbers += own * inputs + own * own + own + 1
+        numbers += (2 * (own * inputs + 6 * own * own + 1) + units + 2 * own) / PERIOD
+    return 4 * (numbers + len(shapes) + 5)
 
 
 def sent(shapes: Shapes, world: int, bytes_per_number: int = 4) -> dict[str, float]:
@@ -190,8 +192,9 @@ def large(shapes: Shapes, world: int, k: int = 32) -> dict[str, float]:
         "units": sum(shape[0] for shape in shapes),
         "Adam's moments": 8 * d / world,
         "AdamBMA, replicated": 8 * 6 * sum(shape[0] for shape in shapes),  # four sums and two averages
-        "Anova, sharded means": 16 * units / world,
-        "Anova, replicated means": 16 * inputs,
+        "Anova's average gradient": 4 * d / world,
+        "Anova, sharded means": 12 * units / world,  # U, X and MV
+        "Anova, replicated means": 12 * inputs,  # V, Y and UᵀM
         "SOAP, factors of all matrices": 8 * sum(a * a + b * b for a, b in shapes),
         **{f"sent: {name}": value for name, value in sent(shapes, world, bytes_per_number=2).items()},
     }

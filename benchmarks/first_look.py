@@ -4,7 +4,7 @@
 
 Every arm is tuned over the same learning rates and seeds; its best rate then runs with five fresh seeds. Seeds fix
 initial weights and batches, so arms are compared in pairs. Runs are kept as records and not repeated; the summary goes
-to benchmarks/results/first_look.json, the source of the table in docs/optimizers.md.
+to benchmarks/results/first_look.json, the source of the table in docs/optimizers/adam-bma.md.
 """
 
 from __future__ import annotations

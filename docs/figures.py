@@ -23,6 +23,7 @@ from blockmean.lab.environment import use_threads
 from blockmean.lab.paper import PARTS, ReportConfig
 from blockmean.lab.picture import save
 from blockmean.lab.tasks import LOSSES, PROFILES, load_data, make_model
+from blockmean.optim.batches import means_in
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "img"
@@ -42,8 +43,8 @@ SHOWN = {
 
 def algebra_cost(record: dict[str, Any], out: Path) -> list[Path]:
     """Time and peak memory of one inverse square root and its product with v, against d and L."""
-    figure = Figure(figsize=(10.5, 4.0), layout="constrained")
-    time_d, time_L, memory_d = figure.subplots(1, 3)
+    figure = Figure(figsize=(6.2, 5.6), layout="constrained")
+    (time_d, time_L), (memory_d, legend) = figure.subplots(2, 2)
     of_d = [point for point in record["points"] if point["sweep"] == "d"]
     of_L = [point for point in record["points"] if point["sweep"] == "L"]
     for name in SHOWN:
@@ -56,8 +57,9 @@ def algebra_cost(record: dict[str, Any], out: Path) -> list[Path]:
     for ax in (time_d, time_L, memory_d):
         ax.set(xscale="log", yscale="log")
         ax.grid(alpha=0.3)
-    figure.suptitle("M$^{-1/2}$v, root included: median and quartiles, one thread, float32", fontsize=11)
-    figure.legend(*time_d.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+    figure.suptitle("M$^{-1/2}$v, root included: median and quartiles, one thread, float32", fontsize=10)
+    legend.set_axis_off()
+    legend.legend(*time_d.get_legend_handles_labels(), loc="center", fontsize=9, frameon=False)
     picture = save(figure, out / "algebra_cost")
     return [picture.svg, picture.png]
 
@@ -109,22 +111,24 @@ def anova_parts(out: Path) -> list[Path]:
     """The gradient of the first layer of an MLP, split with plain and with learned weights."""
     model, optimizer = train("mlp-raw")
     weight = next(p for p in model.parameters() if p.ndim == 2)
-    G, state = weight.grad, optimizer.state[weight]
+    G, (U, V, *_) = weight.grad, means_in(optimizer.state[weight])
     assert G is not None
     plain = [torch.full((side, 1), side**-0.5) for side in G.shape]
-    k = state["units"].shape[1]
+    k = U.shape[2]
     columns = {
         "textbook: one plain mean": parts_of(G, *plain),
-        f"learned: {k} means over units, {k} over inputs": parts_of(G, state["units"], state["inputs"].T),
+        f"learned: {k} means over units, {k} over inputs": parts_of(G, U[0], V[0]),
     }
     shown = slice(12 * 28, 16 * 28)  # the pixels of four rows in the middle of an image
     limit = float(G[:, shown].abs().flatten().quantile(0.99))
-    figure = Figure(figsize=(8, 6.4), layout="constrained")
+    figure = Figure(figsize=(6.2, 5.6), layout="constrained")
     axes = figure.subplots(5, 2)
     for column, (title, parts) in enumerate(columns.items()):
         for row, (name, part) in enumerate(parts.items()):
             ax = axes[row, column]
-            ax.imshow(part[:, shown], cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="none")
+            ax.imshow(
+                part[:, shown].numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="none"
+            )
             ax.set(xticks=[], yticks=[])
             share = float(part.square().sum() / G.square().sum())
             ax.set_title(f"{title}\n{name}" if row == 0 else f"{name}, {share:.0%}", fontsize=9)
@@ -139,8 +143,8 @@ def anova_parts(out: Path) -> list[Path]:
 def anova_shares(out: Path) -> list[Path]:
     """The shares of means in the gradients of three networks."""
     titles = {"mlp-raw": "MLP, digits", "cnn": "CNN, digits", "transformer-64": "character transformer, Python manual"}
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    axes = figure.subplot_mosaic([["mlp-raw", "transformer-64"], ["cnn", "transformer-64"]], height_ratios=(3, 4))
+    figure = Figure(figsize=(5.6, 5.6), layout="constrained")
+    axes = dict(zip(titles, figure.subplots(3, 1, height_ratios=(3, 4, 10)), strict=True))
     for name, ax in axes.items():
         found = train(name)[1].block_statistics()
         found = [
@@ -148,11 +152,12 @@ def anova_shares(out: Path) -> list[Path]:
         ]
         plot.shares(found, ax)
         ax.set_title(titles[name], fontsize=9)
-        if name == "mlp-raw":
+        if name != "transformer-64":
             ax.set_xlabel("")
+        if name == "mlp-raw":
             legend = ax.get_legend()
             texts = [text.get_text() for text in legend.get_texts()]
-            figure.legend(legend.legend_handles, texts, loc="outside upper center", ncols=5, fontsize=8, frameon=False)
+            figure.legend(legend.legend_handles, texts, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
         ax.get_legend().remove()
     picture = save(figure, out / "anova_shares")
     return [picture.svg, picture.png]
@@ -164,7 +169,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         config = ReportConfig(out, out / "records")
-        pictures = [picture.svg for name in ("fig2", "fig3") for picture in PARTS[name](config).pictures]
+        pictures = [PARTS[name](config).pictures[0].svg for name in ("fig2", "fig3")]
         pictures += algebra_cost(json.loads(RECORD.read_text()), out) + anova_parts(out) + anova_shares(out)
         for picture in pictures:
             if picture.suffix == ".svg":

@@ -1,4 +1,4 @@
-"""The pictures of docs/curvature.md: empirical Fisher matrices of nets before and after a short training run.
+"""The pictures of docs/curvature-examples.md: empirical Fisher matrices of nets before and after a short training run.
 
 `make docs` draws them, in one or two minutes: one thread and fixed seeds, so that the same machine draws the same
 pictures. Beside them stands curvature.json, the numbers that the page speaks of. The text comes from

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -22,18 +23,24 @@ from blockmean.lab.paper.fig5 import COLOURS, StudyResult, curves, draw, find
 from blockmean.lab.paper.protocol import SMALL_ARMS
 from blockmean.lab.picture import Picture, save
 from blockmean.lab.race import TaskResult, make_race, notes, results, table
-from blockmean.lab.race_pictures import draw_overview, draw_task
-from blockmean.lab.step_pictures import draw_costs, draw_sweeps
+from blockmean.lab.race_pictures import draw_overview
+from blockmean.lab.step_pictures import draw_costs
 from blockmean.lab.steps import NETWORKS, SWEEPS, Costs, read
 from blockmean.lab.steps import notes as step_notes
 from blockmean.lab.steps import table as step_table
+from blockmean.lab.study import Study, make_study
+from blockmean.lab.study_pictures import draw_cell
+from blockmean.lab.study_results import notes as study_notes
+from blockmean.lab.study_results import tables as study_cell_tables
 
 ROOT = Path(__file__).parent.parent
 PAGE, RACE_PAGE, FRONT = ROOT / "docs" / "results.md", ROOT / "docs" / "race.md", ROOT / "README.md"
-COST_PAGE = ROOT / "docs" / "performance.md"
-RACE, STEPS = (ROOT / "results" / name for name in ("race", "step-times.jsonl"))
+COST_PAGE, STUDY_PAGE = (ROOT / "docs" / name for name in ("performance.md", "evidence.md"))
+RACE, STUDY, STEPS = (ROOT / "results" / name for name in ("race", "study", "step-times.jsonl"))
+FRONT_TASKS = ("gpt", "cnn", "resnet", "finetune", "factors", "regression")
+"""In the picture of the front page, and but for the last in its table; the page on evidence has all."""
 SHOWN = ("AdamW", "SOAP", "Anova")
-"""The arms in the table of the front page."""
+"""The arms in the brief table of the race."""
 EPOCH, ITERATIONS = (ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("epoch", "step_cost"))
 COMPARED = ("AdaGradBMA", "AdamW", "AdamBMA", "Anova", "Adam-mini", "SOAP", "Shampoo", "Muon + AdamW")
 """The optimizers in the first table of the page about costs."""
@@ -59,7 +66,7 @@ def pictures(out: Path) -> list[Picture]:
 
 def overview(studies: list[StudyResult], path: Path) -> Picture:
     """The training loss of every study in one small picture."""
-    figure = Figure(figsize=(9.5, 2.6 * ((len(studies) + 1) // 2)), layout="constrained")
+    figure = Figure(figsize=(6.4, 2.3 * ((len(studies) + 1) // 2)), layout="constrained")
     panels = list(figure.subplots((len(studies) + 1) // 2, 2, squeeze=False).flat)
     for ax in panels[len(studies) :]:
         ax.remove()
@@ -72,7 +79,7 @@ def overview(studies: list[StudyResult], path: Path) -> Picture:
         ax.text(0.98, 0.95, "\n".join(lost), transform=ax.transAxes, ha="right", va="top", fontsize=8)
     lines = {line.get_color(): line for ax in figure.axes for line in ax.get_legend_handles_labels()[0]}
     names = [arm for arm, colour in COLOURS.items() if colour in lines]
-    figure.legend([lines[COLOURS[arm]] for arm in names], names, loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend([lines[COLOURS[arm]] for arm in names], names, loc="outside lower center", ncols=3, fontsize=8)
     return save(figure, path)
 
 
@@ -130,6 +137,18 @@ def race_tables(found: Sequence[TaskResult]) -> str:
         if one.arms
     ]
     return "\n\n".join([*shown, "\n".join(f"- {note}" for note in notes(found))])
+
+
+def rates() -> dict[str, Any]:
+    """The script that compares Anova with AdamW at equal rates, and its records."""
+    script = runpy.run_path(str(ROOT / "benchmarks" / "anova_rates.py"))
+    return {**script, "records": script["read"](ROOT / "benchmarks" / "results" / "anova_rates.jsonl")}
+
+
+def rates_table(script: Mapping[str, Any], tasks: Sequence[str] = ()) -> str:
+    """AdamW at its best rate, Anova at that rate and at its own best."""
+    header = ["loss", "AdamW, best rate", "Anova, AdamW's best rate", "Anova, best of these rates"]
+    return Table("", header, script["brief"](script["records"], tasks or script["SETTINGS"])).markdown()
 
 
 def race_brief(found: Sequence[TaskResult]) -> str:
@@ -262,6 +281,17 @@ def step_tables(found: Iterable[Costs]) -> str:
     return "\n\n".join(lines)
 
 
+def study_tables(study: Study) -> str:
+    """The tables of every cell, and a picture of those that have final runs."""
+    parts = []
+    for name in study.cells:
+        shown = study_cell_tables(study, name) if study.records(name).every() else []
+        if study.findings(name).final:
+            parts.append(f"![{name}: held-out loss against tokens and seconds](img/study-{name}.svg)")
+        parts += map(_titled, shown)
+    return "\n\n".join(parts) or "No runs yet."
+
+
 def filled(page: str, contents: Mapping[str, str]) -> str:
     """A page with everything between its marks replaced."""
     for name, content in contents.items():
@@ -278,6 +308,7 @@ def pages(found: dict[str, Outcome], raced: Sequence[TaskResult]) -> dict[Path, 
     """Every page with its tables filled in."""
     one = read(STEPS, list(NETWORKS), 1)
     means = read(STEPS, SWEEPS["means"], 1)
+    study, rates_script = make_study(STUDY), rates()
     contents = {
         COST_PAGE: {
             "brief": step_brief(one),
@@ -293,7 +324,13 @@ def pages(found: dict[str, Outcome], raced: Sequence[TaskResult]) -> dict[Path, 
             "large": large_model(),
         },
         RACE_PAGE: {"controls": controls(raced), "race": race_tables(raced)},
-        FRONT: {"race": race_brief(raced)},
+        FRONT: {"rates": rates_table(rates_script, FRONT_TASKS[:-1])},
+        STUDY_PAGE: {
+            "rates": rates_table(rates_script),
+            "race": race_brief(raced),
+            "status": "\n".join(f"- {note}" for note in study_notes(study)) or "All runs are made.",
+            "results": study_tables(study),
+        },
     }
     return {page: filled(page.read_text(), own) for page, own in contents.items()}
 
@@ -304,11 +341,15 @@ if __name__ == "__main__":
         own = [picture for picture in found["fig5"].pictures if picture.path.name == "fig5-own"]
         ready = [one for one in raced if one.arms]
         own += [draw_overview(ready, Path(folder) / "race")] if ready else []
-        own += [draw_task(one, Path(folder) / f"race-{one.name}") for one in ready]
         costs = read(STEPS, list(NETWORKS), 1)
-        sweeps = {sweep: read(STEPS, names, 1) for sweep, names in SWEEPS.items()}
         own += [draw_costs(costs, Path(folder) / "step_costs")] if costs else []
-        own += [draw_sweeps(sweeps, Path(folder) / "step_sweeps")] if any(sweeps.values()) else []
+        script = rates()
+        for name, tasks in (("rates", script["SETTINGS"]), ("rates-some", FRONT_TASKS)):
+            own.append(save(script["draw"](script["records"], tasks), Path(folder) / name))
+        study = make_study(STUDY)
+        own += [
+            draw_cell(study, name, Path(folder) / f"study-{name}") for name in study.cells if study.findings(name).final
+        ]
         for picture in (*pictures(Path(folder)), *own):
             print(shutil.copy(picture.svg, ROOT / "docs" / "img"))
     for page, text in pages(found, raced).items():

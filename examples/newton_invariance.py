@@ -10,8 +10,8 @@ The block mean E(H) is the average of PᵀHP over all permutations P inside bloc
 every such P, so E(TᵀHT) = TᵀE(H)T: this covers one scale per block, and any mixing of whole blocks. An orthogonal T
 that keeps block sums and rotates the zero-sum directions inside each block maps block-mean matrices to themselves, so
 it commutes with the orthogonal projection E as well. Products of the two also work, and so does exchanging the zero-sum
-directions of blocks of equal size; nothing else does (`docs/curvature.md` has the argument). In particular, a separate
-scale for every entry, which a diagonal preconditioner absorbs, does not.
+directions of blocks of equal size; nothing else does (docs/curvature-examples.md has the argument). In particular, a
+separate scale for every entry, which a diagonal preconditioner absorbs, does not.
 """
 
 from __future__ import annotations

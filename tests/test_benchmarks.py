@@ -93,9 +93,18 @@ def test_peak_memory_of_the_dense_way_is_at_least_one_matrix(record: dict):
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_peak_bytes_sees_what_was_freed_again():
     million = 2**20
-    call = f"timing.peak_bytes(lambda: torch.ones(16 * {million}).sum())"  # float32
+    script = f"""
+import torch
+from blockmean.lab import timing
+
+def operation():
+    return torch.ones(16 * {million}).sum()  # float32
+
+operation()  # the first call also brings torch's own code into memory
+print(timing.peak_bytes(operation))
+"""
     # In a process of its own: this one may have kept freed memory of other tests.
-    peak = int(timing.run_alone(["-c", f"import torch; from blockmean.lab import timing; print({call})"]))
+    peak = int(timing.run_alone(["-c", script]))
     assert abs(peak - 64 * million) < 8 * million  # the kernel counts pages in batches
 
 
@@ -273,10 +282,7 @@ def test_steps_of_shards_exchange_what_the_formulas_say():
             assert row["bytes_per_step"] == script.adam_bma(row["shapes"])
             assert row["collectives_per_step"] == 1
         elif row["sweep"] == "k":
-            # 2k more numbers in the period, which count the entries of U that are not zero
-            assert row["bytes_per_step"] == pytest.approx(
-                script.anova(row["shapes"], row["options"]["means"]), rel=2e-3
-            )
+            assert row["bytes_per_step"] == pytest.approx(script.anova(row["shapes"], row["options"]["means"]))
             assert row["collectives_per_step"] == (2 * 4 + 5) / 5
     assert set(record["sent"]) == {"2", "4"}
 
@@ -292,8 +298,9 @@ def test_shards_are_as_far_from_one_process_as_rounding_is():
     for optimizer in ("AdamBMA", "Anova"):
         for dtype in ("float64", "float32"):
             assert rms[optimizer, dtype, "one"] == 0
-            for kind in ("DDP", "FSDP2"):
-                assert 0 < rms[optimizer, dtype, kind] < 2 * rms[optimizer, dtype, "rounded"]
+            # DDP takes the step of one process, but averages half batches: more than one unit in the last place.
+            rounding = max(rms[optimizer, dtype, kind] for kind in ("rounded", "DDP"))
+            assert 0 < rms[optimizer, dtype, "FSDP2"] < 2 * rounding
 
 
 def test_the_overhead_is_measured_per_tensor(tmp_path: Path):

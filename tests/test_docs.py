@@ -51,8 +51,9 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_pages_that_promise_it_have_blocks():
-    for page in ("README.md", "docs/theory.md", "docs/curvature.md", "docs/tutorial.md"):
-        assert BLOCK.search((ROOT / page).read_text()), page
+    names = ("README.md", "docs/theory.md", "docs/analysis-of-variance.md", "docs/curvature.md", "docs/tutorial.md")
+    for page in (*(ROOT / name for name in names), *ROOT.glob("docs/optimizers/*.md")):
+        assert BLOCK.search(page.read_text()), page
 
 
 def test_a_wrong_block_is_noticed():
@@ -67,6 +68,29 @@ def test_links_lead_somewhere(page: Path):
     targets = [target for target, _ in LINK.findall(page.read_text()) if "://" not in target]
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing
+
+
+def count_words(text: str) -> int:
+    """The words of a page besides code, tables, pictures and marks."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in text.splitlines() if not line.startswith(("|", "    ", "![", "<!--"))]
+    return sum(len(line.split()) for line in lines)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_are_short(page: Path):
+    if page.name not in ("CHANGELOG.md", "decisions.md", "log.md"):
+        assert count_words(page.read_text()) <= 1800
+
+
+def test_words_in_code_and_tables_do_not_count():
+    assert count_words("A page\n\n```python\nx = 1\n```\n| a | b |\n    x ← 1\n![p](p.svg)\nof words\n") == 4
+
+
+def test_the_parts_of_a_gradient_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = load_script(ROOT / "docs" / "figures.py")
+    monkeypatch.setattr(figures, "STEPS", 1)
+    assert {picture.name for picture in figures.anova_parts(tmp_path)} == {"anova_parts.svg", "anova_parts.png"}
 
 
 def test_the_pages_say_what_the_records_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,5 @@
 """Hugging Face's Trainer with Anova: a small GPT-2 from a config, on text that is generated here.
-
 python examples/recipes/hugging_face.py       needs transformers and accelerate
-
-`Trainer(optimizer_cls_and_kwargs=(Anova, {"lr": 3e-3}))` works too and takes the groups that Trainer makes, but those
-have no names, and do not say that GPT-2 stores its weights as (inputs, outputs). `AdamBMA` needs to know.
 """
 
 import tempfile
@@ -11,7 +7,7 @@ import tempfile
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from blockmean import Anova, diagnose, param_groups
+from blockmean import Anova, diagnose
 
 CONTEXT = 32
 text = "".join(f"{a} + {b} = {a + b}\n" for a in range(30) for b in range(30))
@@ -20,26 +16,22 @@ tokens = torch.tensor([characters.index(c) for c in text])
 samples = [{"input_ids": row, "labels": row} for row in tokens.unfold(0, CONTEXT, CONTEXT // 2)]
 
 torch.manual_seed(0)
-config = GPT2Config(
-    vocab_size=len(characters), n_positions=CONTEXT, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
-)
-model = GPT2LMHeadModel(config)
-optimizer = Anova(param_groups(model, weight_decay=0.1), lr=3e-3)
-
+sizes = {"vocab_size": len(characters), "n_positions": CONTEXT, "n_embd": 64, "n_layer": 2, "n_head": 4}
+model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 with tempfile.TemporaryDirectory() as folder:
-    settings = TrainingArguments(
+    args = TrainingArguments(
         folder,
         max_steps=60,
         per_device_train_batch_size=32,
+        learning_rate=3e-3,
         lr_scheduler_type="cosine",
         warmup_steps=10,
-        max_grad_norm=1.0,
-        save_steps=30,
+        weight_decay=0.1,
         logging_steps=20,
         report_to="none",
         use_cpu=True,
     )
-    trainer = Trainer(model, settings, train_dataset=samples, optimizers=(optimizer, None))  # None: Trainer's schedule
+    trainer = Trainer(model, args, train_dataset=samples, optimizer_cls_and_kwargs=(Anova, {"lr": args.learning_rate}))
     trainer.train()
 for entry in trainer.state.log_history:
     if "loss" in entry:

@@ -8,6 +8,7 @@ f(A) = Q f(w) Qᵀ itself has no such pole (Daleckii and Krein):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -58,11 +59,6 @@ def symmetrised(A: Tensor) -> Tensor:
     return (A + A.mT) / 2
 
 
-def times(matrix: Tensor, x: Tensor) -> Tensor:
-    """The product of a matrix, or of the diagonal matrix that a vector stands for, with x, (L,)."""
-    return matrix * x if matrix.ndim == 1 else matrix @ x
-
-
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Products in full float32, whatever the program has set: TF32 would ruin orthonormal bases."""
@@ -87,7 +83,7 @@ def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
     except LinAlgError:
         size = A.diagonal().abs().mean()
         w, Q = torch.linalg.eigh(A + JITTER * size * torch.eye(len(A), dtype=A.dtype, device=A.device))
-    if not (w.isfinite().all() and Q.isfinite().all()):
+    if not math.isfinite(float(w.sum() + Q.sum())):
         raise LinAlgError("the eigendecomposition is not finite")
     return w, Q
 
@@ -169,28 +165,15 @@ def damped_solve(A: Tensor, damping: float, b: Tensor) -> Tensor:
     return solution
 
 
-def inverse_root_minus_identity(A: Tensor, floor: float) -> Tensor:
-    """A^-½ − I with eigenvalues below `floor` raised to it; (L, L) or the diagonal (L,).
+def inverse_roots(A: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """w^-½ and Q of A^-½ = Q diag(w^-½) Qᵀ, with eigenvalues of A below `floor` raised to it.
 
     Eigenvalues below the rounding error of the largest are rounding errors themselves, and are raised to it as well.
     Raises `LinAlgError` if the eigendecomposition fails even with a little jitter.
     """
-    if A.ndim == 1:
-        return A.clamp(min=floor).rsqrt() - 1
-    factors, Q = _inverse_roots_minus_one(A, floor)
-    return (Q * factors) @ Q.mT
-
-
-def times_inverse_root_minus_identity(A: Tensor, floor: float, b: Tensor) -> Tensor:
-    """(A^-½ − I) b of the same root, which is not formed, (L,)."""
-    factors, Q = _inverse_roots_minus_one(A, floor)
-    return Q @ (factors * (Q.mT @ b))
-
-
-def _inverse_roots_minus_one(A: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     w, Q = eigh(A)
-    noise = torch.finfo(A.dtype).eps * w.max()
-    return w.clamp(min=floor).maximum(noise).rsqrt() - 1, Q
+    noise = torch.finfo(A.dtype).eps * float(w[-1])  # they ascend
+    return w.clamp(min=max(floor, noise)).rsqrt(), Q
 
 
 # ---------------------------------------------------------------- functions of symmetric matrices

@@ -308,6 +308,7 @@ def test_the_quick_profile_from_nothing_to_the_report_and_again_from_records(tmp
     command = ["reproduce", "fig5", "--seeds", "2", "--epochs", "1", "--out", str(out)]
     result = run(cli.app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
+    assert "about five minutes of processor time" in result.output
     records = out / "records" / "digits-small.jsonl"
     first, *others = records.read_text().splitlines(keepends=True)
     assert 1 + len(others) == len(studies("quick")[0].arms) * (5 + 2)
@@ -358,7 +359,7 @@ def test_train_says_that_a_run_diverged(tmp_path: Path):
         (["--compare", ","], "Give names, separated by ','. Got ',' instead."),
         (["--compare", "Anova,SGD", "--option", "means=1"], "SGD has no option means. It has momentum,"),
         (["--optimizer", "AdaGradFull"], "AdaGradFull would need"),
-        (["--model", "huge"], "model must be one of small, large, mlp, cnn, convnet, resnet, module:object."),
+        (["--model", "huge"], "model must be one of small, large, mlp, cnn, convnet, resnet, resnet10, module:object."),
         (["--model", "no_such_module:build"], "cannot be imported: No module named 'no_such_module'"),
         (["--model", "torch.nn:Linear"], "or a function without arguments that returns one"),
         (["--model", "torch.nn:Identity"], "optimizer got an empty parameter list"),
@@ -439,9 +440,22 @@ def test_compare_trains_several_optimizers_on_the_same_batches(tmp_path: Path):
     for record in records:
         assert f"{record['test_error']:.2%}" in result.output
         assert f"{record['train_loss']:.4f}" in result.output
+    first, second, _ = sorted(record["test_error"] for record in records)
+    noise = 1.96 * ((first * (1 - first) + second * (1 - second)) / 1000) ** 0.5
+    assert f"less than {100 * noise:.1f} points apart are within noise (1,000 predictions)" in result.output
     (picture,) = tmp_path.glob("compare-digits-mlp-*.svg")
     assert {path.suffix for path in tmp_path.glob("compare-*")} == {".png", ".svg"}
     assert str(picture) in result.output.replace("\n", "")
+
+
+@pytest.mark.slow  # what the help text shows first
+def test_the_first_comparison_takes_half_a_minute_of_processor_time_at_most(tmp_path: Path):
+    before = os.times()
+    command = [sys.executable, "-m", "blockmean", "train", "--compare", "AdamW,Anova", "--out", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 30
+    assert "Look at the training loss first" in result.stdout
 
 
 def test_compare_names_the_run_that_diverged(tmp_path: Path):
@@ -449,6 +463,7 @@ def test_compare_names_the_run_that_diverged(tmp_path: Path):
     result = run(cli.app, [*command, "--out", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "SGD: diverged at step" in result.output
+    assert "Look at" not in result.output  # at one number
     assert list(tmp_path.glob("compare-*.png"))
 
 

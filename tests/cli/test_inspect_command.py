@@ -224,6 +224,46 @@ def test_long_tables_say_what_they_leave_out(tmp_path: Path):
     assert min(row["share"] for row in record["blocks"] if row["block"] in shown) == shares[4]
 
 
+LONG_NAMES = """
+import torch
+from torch import nn
+
+class Bert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.ModuleDict({"attention": nn.ModuleDict({"output": nn.Linear(4, 4)})}) for _ in range(11)]
+        self.bert = nn.ModuleDict({"encoder": nn.ModuleDict({"LayersOfTheEncoder": nn.ModuleList(layers)})})
+        self.classifier = nn.Linear(4, 2)
+
+    def forward(self, x):
+        for layer in self.bert["encoder"]["LayersOfTheEncoder"]:
+            x = x + layer["attention"]["output"](x).tanh()
+        return self.classifier(x)
+
+def data():
+    return torch.rand(30, 4), torch.arange(30) % 2
+"""
+
+
+def test_long_names_take_two_lines_at_most_at_80_columns(own, tmp_path: Path):
+    (Path.cwd() / f"{own}.py").write_text(LONG_NAMES)
+    arguments = ["inspect", f"{own}:Bert", "--data", f"{own}:data", "--out", str(tmp_path), "--norm-probes", "0"]
+    result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    lines = result.output.partition("of trace")[2].partition("Below each block")[0].splitlines()[2:]
+    record = json.loads(saved(tmp_path).read_text())
+    partners = [row["partner"] for row in record["blocks"] if row["partner"] is not None]
+    assert partners
+    assert len(list(filter(str.strip, lines))) == len(record["blocks"]) + len(partners)
+    assert all(len(line) <= 80 for line in lines)
+    for name in ("b.e.L.10.attention.output.weight", "classifier.bias"):
+        assert any(line.split()[0] == name for line in lines if line.strip())
+    assert f"{saved(tmp_path).name} has them in full" in result.output
+    wide = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"}).output
+    assert "bert.encoder.LayersOfTheEncoder.10.attention.output.weight" in wide
+    assert "Below each block" not in wide
+
+
 def test_equal_seeds_give_equal_pictures_and_numbers(tmp_path: Path):
     for name in "ab":
         options = ("--samples", "20", "--train-steps", "2", "--partition", "module", "--out", str(tmp_path / name))
@@ -271,7 +311,7 @@ def test_an_own_model_on_a_data_set_that_is_there(own, tmp_path: Path, monkeypat
     [
         (
             ["tiny"],
-            "model must be one of small, large, mlp, cnn, convnet, resnet, module:object. Got 'tiny' instead.",
+            "one of small, large, mlp, cnn, convnet, resnet, resnet10, module:object. Got 'tiny' instead.",
         ),
         (["no_such_module:build"], "cannot be imported: No module named 'no_such_module'"),
         (["{own}.py:build"], "Leave out the .py: {own}:build."),

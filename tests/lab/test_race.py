@@ -152,7 +152,7 @@ def test_a_manual_that_is_too_short_is_refused(monkeypatch):
     [
         ({"model": "mlp"}, "model must be one of transformer-64, transformer-192, module:object. Got 'mlp'"),
         ({"flip": True}, "flip mirrors images, and this data set is a text."),
-        ({"loss": "hinge"}, "loss must be one of cross_entropy, reconstruction. Got 'hinge'"),
+        ({"loss": "hinge"}, "loss must be one of cross_entropy, next_token, reconstruction. Got 'hinge'"),
         ({"batch": 6000}, "A batch of 6000 cannot be drawn from 5400 windows."),
     ],
 )

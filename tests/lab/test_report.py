@@ -213,10 +213,9 @@ def test_the_summary_counts_verdicts(page: Page):
 def test_the_summary_says_in_sentences_what_came_out(page: Page):
     for sentence in (
         "The mathematics: 2 of 2 exact claims hold.",
-        "“BMA < diag & “full”” holds (Figure 5).",
-        "“a smaller test error” does not hold (Figure 5).",
-        "“about as fast as full” is within noise (Figure 5).",
-        "has no verdict: fewer than two seeds (Figure 5).",
+        "Figure 5: “BMA < diag & “full”” holds; “a smaller test error” does not hold; “about as fast as full” is "
+        "within noise; “on CIFAR-10",
+        "has no verdict (fewer than two seeds).",
         "Could not be made: Figure 4: how layers are coupled.",
     ):
         assert sentence in page.text
@@ -230,15 +229,46 @@ def test_the_summary_says_in_sentences_what_came_out(page: Page):
         ([Verdict.HOLDS] * 3, "holds in all 3 cases"),
         ([Verdict.NOISE] * 2, "is within noise in both cases"),
         ([Verdict.FAILS, Verdict.NOISE, Verdict.NOISE], "is within noise in 2 of 3 cases, does not hold in 1"),
-        ([Verdict.HOLDS, Verdict.UNKNOWN], "holds in 1 of 2 cases, has no verdict in 1: no runs"),
+        ([Verdict.HOLDS, Verdict.UNKNOWN], "holds in 1 of 2 cases, has no verdict in 1 (no runs)"),
     ],
 )
 def test_claims_that_differ_only_in_their_task_share_a_sentence(verdicts: list[Verdict], words: str, tmp_path: Path):
     claims = [Claim(f"Task {i}: BMA wins ({i} times)", "no runs", verdict) for i, verdict in enumerate(verdicts)]
     config = ReportConfig(tmp_path, tmp_path)
     text = Page(write_report({"fig5": Outcome(claims)}, config, tmp_path / "report.html")).text
-    assert f"“BMA wins” {words} (Figure 5)." in text
+    assert f"Figure 5: “BMA wins” {words}." in text
     assert "no exact claim was checked" in text
+
+
+def test_five_sentences_say_what_holds_and_what_anova_adds(tmp_path: Path):
+    finding = Claim("it wins", "by 2", Verdict.HOLDS)
+    found = {
+        "theorems": Outcome([Claim("Theorem 1", "0", Verdict.HOLDS, exact=True)]),
+        **{name: Outcome([finding]) for name in ("fig1", "fig4")},
+        **{name: Outcome([finding, finding._replace(claim="it is cheap")]) for name in ("table4", "fig5")},
+        "anova": Outcome(summary="Anova beside AdamW: lower"),
+    }
+    every = {name: found.get(name, Outcome()) for name in PARTS}
+    page = Page(write_report(every, ReportConfig(tmp_path, tmp_path), tmp_path / "report.html"))
+    sentences = page.text[page.text.index("The mathematics") : page.text.index("6 findings")].strip().splitlines()
+    assert list(filter(None, sentences))[:5] == [
+        "The mathematics: 1 of 1 exact claims hold.",
+        "Table 4: “it wins” holds; “it is cheap” holds.",
+        "Figure 5: “it wins” holds; “it is cheap” holds.",
+        "Figure 1: “it wins” holds; Figure 4: “it wins” holds.",
+        "Anova beside AdamW: lower; more tasks and optimizers: docs/evidence.md.",
+    ]
+
+
+def test_the_evidence_is_linked_where_the_report_stands_in_a_checkout(tmp_path: Path):
+    config = ReportConfig(tmp_path, tmp_path, published=tmp_path / "results")
+    path = tmp_path / "out" / "report.html"
+    found = {"anova": Outcome(summary="Anova wins")}
+    assert "../docs/evidence.md" not in write_report(found, config, path).read_text()  # there is no such page
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "evidence.md").touch()
+    links = Page(write_report(found, config, path)).all("a")
+    assert (path.parent / next(str(a["href"]) for a in links if not str(a["href"]).startswith("#"))).exists()
 
 
 def test_records_that_cannot_be_used_are_counted_at_the_top(tmp_path: Path):
@@ -247,15 +277,16 @@ def test_records_that_cannot_be_used_are_counted_at_the_top(tmp_path: Path):
     assert "Counted as missing: 3 records that cannot be used, see Figure 4" in text
 
 
-def test_the_overview_is_the_first_picture_and_stands_before_the_verdicts(found: dict[str, Outcome], tmp_path: Path):
-    overview = picture(tmp_path, "overview", "All at a glance.")
-    outcomes = {**found, "fig5": replace(found["fig5"], overview=overview)}
+def test_overviews_share_the_first_figure_which_stands_before_the_verdicts(found: dict[str, Outcome], tmp_path: Path):
+    overviews = [picture(tmp_path, name, f"{name} at a glance.") for name in ("paper", "anova")]
+    outcomes = {**found, "fig5": replace(found["fig5"], overview=overviews[0]), "anova": Outcome(overview=overviews[1])}
     page = Page(write_report(outcomes, ReportConfig(tmp_path, tmp_path), tmp_path / "report.html"))
-    assert len(page.all("img")) == 1 + len(found["fig5"].pictures)
-    assert base64.b64decode(str(page.all("img")[0]["src"]).partition(";base64,")[2]) == overview.svg.read_bytes()
+    assert len(page.all("img")) == 2 + len(found["fig5"].pictures)
+    for image, overview in zip(page.all("img"), overviews, strict=False):
+        assert base64.b64decode(str(image["src"]).partition(";base64,")[2]) == overview.svg.read_bytes()
     tags = [(tag, attributes.get("id")) for tag, attributes in page.elements]
     assert tags.index(("img", None)) < tags.index(("section", "verdicts"))
-    assert page.text.index("All at a glance.") < page.text.index("An exact claim is mathematics")
+    assert page.text.index("paper at a glance. anova at a glance.") < page.text.index("An exact claim is mathematics")
 
 
 def test_exact_claims_are_folded_away_until_one_fails(page: Page, tmp_path: Path):
@@ -462,3 +493,17 @@ def test_in_a_browser_pictures_are_drawn_and_links_lead_somewhere(browser: Brows
     )
     assert targets and set(targets) == {1}
     assert not browser.said
+
+
+@pytest.mark.slow
+def test_in_a_browser_the_overview_is_not_cut(browser: Browser, tmp_path: Path):
+    figure = Figure(figsize=(4.8, 2.9))
+    overviews = {name: Outcome(overview=save(figure, tmp_path / name)) for name in ("fig5", "anova")}
+    browser.open(write_report(overviews, ReportConfig(tmp_path, tmp_path), tmp_path / "report.html"))
+    for width, rows in ((375, 2), (1280, 1)):
+        browser.show(width, "light")
+        boxes = browser.evaluate(
+            "[...document.images].map(i => i.getBoundingClientRect()).map(r => [r.left, r.right, r.top, r.width])"
+        )
+        assert len({top for _, _, top, _ in boxes}) == rows
+        assert all(left >= 0 and right <= width and size > 300 for left, right, _, size in boxes)

@@ -8,10 +8,11 @@
 using namespace blockmean;
 
 extern "C" const char* blockmean_instructions(const char* wanted);
-extern "C" int blockmean_sums(const Tensors*, const Rule*, double* out, int64_t stride, int threads);
-extern "C" int blockmean_apply(const Tensors*, const Rule*, const double* c, const double* kappa, int threads);
-extern "C" int blockmean_solve_and_apply(const Tensors*, const Rule*, double* const* U, double* const* energy, double* out,
-                                         int64_t stride, int threads);
+extern "C" int blockmean_sums(const int64_t* columns, int64_t count, const Rule*, int threads, double* out, int64_t stride);
+extern "C" void blockmean_apply(const int64_t* columns, int64_t count, const Rule*, int threads, const double* c,
+                                const double* kappa);
+extern "C" void blockmean_solve_and_apply(const int64_t* columns, int64_t count, const Rule*, int threads,
+                                          double* const* states, double* out, int64_t stride);
 
 namespace {
 
@@ -24,28 +25,25 @@ void expect(const char* what, double found, double expected, double tolerance) {
     ++failures;
 }
 
-template <class T> void check(int64_t dtype, double tolerance, bool by_block) {
+template <class T> void check(Dtype dtype, double tolerance, bool by_block) {
     std::vector<T> p(D), g(D), m(D), r(D);
     std::vector<double> P(D), M(D), R(D);
     for (int64_t i = 0; i < D; ++i) {
         p[i] = T(std::sin(double(i))), g[i] = T(std::cos(3.0 * i)), m[i] = T(0.1 * std::sin(2.0 * i)), r[i] = T(0.01 * (i % 7));
         P[i] = p[i], M[i] = m[i], R[i] = r[i];
     }
-    char *param = reinterpret_cast<char*>(p.data()), *grad = reinterpret_cast<char*>(g.data());
-    char *first = reinterpret_cast<char*>(m.data()), *second = reinterpret_cast<char*>(r.data());
-    const int64_t outer = 1, blocks = BLOCKS, inner = INNER;
-    const double gain = 1.5, gain_r = 2.5, rate = 0.01;
-    const Tensors tensors{1, &param, &grad, &first, &second, &outer, &blocks, &inner, &dtype, &gain, &gain_r, &rate};
-    const Rule rule{by_block ? SQUARES : WEIGHTED, 1, 0.9, 0.99, 1e-8, 0.1, -1, 1, 0.1};
+    const auto address = [](std::vector<T>& x) { return reinterpret_cast<int64_t>(x.data()); };
+    const int64_t columns[] = {address(p), address(g), address(m), address(r), 1, BLOCKS, INNER};
+    const Rule rule{by_block ? SQUARES : WEIGHTED, 1, dtype, 0.9, 0.99, 1e-8, 0.1, -1, 1, 0.1, 1.5, 2.5, 0.01};
     double factor[BLOCKS] = {0.1, -0.2, 0.3, 0, 1, -1, 0.5, 2}, kappa[BLOCKS] = {1, 1.5, 2, 1, 3, 1, 0.5, 1};
     double sums[4 * BLOCKS], c[BLOCKS], U[BLOCKS] = {}, energy[BLOCKS] = {};
-    if (!blockmean_sums(&tensors, &rule, sums, BLOCKS, 2)) ++failures;
+    if (!blockmean_sums(columns, 1, &rule, 2, sums, BLOCKS)) ++failures;
     if (by_block) {
-        double *own = U, *squares = energy;
-        if (!blockmean_solve_and_apply(&tensors, &rule, &own, &squares, sums, BLOCKS, 2)) ++failures;
+        double* const states[] = {U, energy};
+        blockmean_solve_and_apply(columns, 1, &rule, 2, states, sums, BLOCKS);
     } else {
         for (int64_t b = 0; b < BLOCKS; ++b) c[b] = sums[3 * BLOCKS + b] / sums[2 * BLOCKS + b] * factor[b];
-        blockmean_apply(&tensors, &rule, c, kappa, 2);
+        blockmean_apply(columns, 1, &rule, 2, c, kappa);
     }
     for (int64_t b = 0; b < BLOCKS; ++b) {
         double expected[4] = {0, 0, 0, 0};

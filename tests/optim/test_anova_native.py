@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from blockmean import Anova
 from blockmean.optim import kernels
 from blockmean.optim.decomposition import longest_factor
 
@@ -362,6 +363,48 @@ def test_what_the_kernels_do_not_serve():
     assert serves(param, grad, state)
     assert not serves(param.double(), grad.double(), state)
     assert not serves(param, grad.bfloat16(), state)
-    assert not serves(param.T.contiguous().T, grad, state)
+    assert not serves(param, grad, {**state, "exp_avg": state["exp_avg"].T.contiguous().T})
     assert not serves(param, grad.to_sparse(), state)
     assert not serves(param, grad, {**state, "exp_avg": state["exp_avg"].double()})
+
+
+def test_convolutions_in_channels_last_take_the_same_step():
+    shape = (24, 9, 3, 3)
+    param, state, grads = problem((24, 81, 8, 8), torch.float32, 10)
+    state["input_means"] = state["input_means"].view(-1, *shape[1:])
+    state["exp_avg"] = state["exp_avg"].view(shape)
+    expected, given = copied(param.view(shape), state), copied(param.view(shape), state)
+    given = moved, _ = given[0].to(memory_format=torch.channels_last), given[1]
+    for grad in grads[:2]:
+        grad = grad.view(shape)
+        steps = native([expected], [grad]), native([given], [grad.to(memory_format=torch.channels_last)])
+        assert serves(given[0], grad, state) and all(step.read().isfinite() and step.write() == [] for step in steps)
+    assert moved.is_contiguous(memory_format=torch.channels_last) and torch.equal(moved, expected[0])
+    assert all(torch.equal(given[1][name], x) for name, x in expected[1].items())
+
+
+def steps_of(scales, shape=(60, 50), **options):
+    """A matrix after steps with gradients of these sizes."""
+    generator = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float32))
+    optimizer = Anova([param], lr=1e-3, weight_decay=0.0, **options)
+    for scale in scales:
+        param.grad = scale * torch.randn(shape, generator=generator, dtype=torch.float32)
+        optimizer.step()
+    return param.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_torch_plays_no_part(dtype):
+    expected = steps_of([1.0] * 7)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(steps_of([1.0] * 7), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_an_average_without_memory_forgets_a_spike():
+    sizes, options = [1.0, 1.0, 1e4, 1.0], {"betas": (0.0, 0.0), "mean_beta": 0.0}
+    native, plain = (steps_of(sizes, fused=fused, **options) for fused in (None, False))
+    assert (native - plain).abs().max() < 1e-3  # one step; without care, thousands

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 
-from blockmean import AdaGradBMA, AdaGradFull, AdamBMA, NaturalGradientBMA, diagnose
+from blockmean import AdaGradBMA, AdaGradFull, AdamBMA, Anova, NaturalGradientBMA, diagnose
 from support.optimizers import Net, assert_same, params_of, snapshot, train
 
 # -------------------------------------------------------------------- another order of parameters
@@ -261,3 +261,15 @@ def test_a_checkpoint_of_adamw_that_ran_on_fused_steps_is_taken_over():
     start = params_of(model)
     train(model, optimizer, 1)
     assert not any(torch.equal(a, b) for a, b in zip(start, params_of(model), strict=True))
+
+
+@pytest.mark.parametrize("cls", [AdaGradBMA, AdamBMA, Anova])
+def test_a_checkpoint_of_sgd_is_refused(cls):
+    params = [torch.nn.Parameter(torch.randn(12, 10))]
+    theirs = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    params[0].grad = torch.randn(12, 10)
+    theirs.step()
+    ours = cls(params, lr=1e-3)
+    with pytest.raises(ValueError, match=f"not one of {cls.__name__}: the state of parameter 0 lacks"):
+        ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == 1e-3

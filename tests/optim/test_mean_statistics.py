@@ -224,7 +224,7 @@ def test_diagnosis_compares_the_share_of_means_with_chance():
 def test_diagnosis_says_when_it_is_too_early():
     param = zeros(12, 10)
     optimizer = Anova([param])
-    with pytest.raises(ValueError, match="nothing to diagnose yet"):
+    with pytest.raises(ValueError, match="nothing to diagnose yet: take some steps first, with means other than 0"):
         diagnose(optimizer)
     take_steps(optimizer, [param], 3)
     assert "Too early" in str(diagnose(optimizer))

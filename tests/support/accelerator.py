@@ -25,18 +25,17 @@ from blockmean.blocks import memory_order
 # ------------------------------------------------------------ kernels of Triton
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
-"""Bytes of shared memory that a program may have."""
+SHARED = {"sm_80": 99 << 10, "sm_90": 99 << 10, "gfx942": 64 << 10}
+"""Bytes of shared memory that a program may have; of NVIDIA's those of sm_86, sm_89 and sm_120, the least of all."""
 
 OPTIONS = {"num_warps", "num_stages"}
-ARGUMENTS = {"ok": "*fp32", "scratch": "*fp32", "first": "i32"}  # all others of a launch are tables of int64
 
 
 class Launch(NamedTuple):
     """What a kernel was launched with."""
 
     name: str
-    programs: int
+    arguments: dict[str, Any]
     constants: dict[str, Any]
     options: dict[str, int]
 
@@ -53,13 +52,14 @@ class Recorder:
             return self.kernels.tl
 
         class Kernel:
-            def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-                return lambda *args, **kwargs: launched(grid, kwargs)
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+                return launched
 
-        def launched(grid: tuple[int], kwargs: dict[str, Any]) -> None:
+        def launched(*args: Any, **kwargs: Any) -> None:
+            arguments = dict(zip(getattr(self.kernels, name).arg_names, args, strict=False))
             options = {key: value for key, value in kwargs.items() if key in OPTIONS}
             constants = {key: value for key, value in kwargs.items() if key not in OPTIONS}
-            self.launches.append(Launch(name, grid[0], constants, options))
+            self.launches.append(Launch(name, arguments, constants, options))
 
         return Kernel()
 
@@ -70,8 +70,12 @@ def build(kernel: Any, launch: Launch, target: str) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = kernel.arg_names
-    kinds = {name: "constexpr" if name in launch.constants else ARGUMENTS.get(name, "*i64") for name in names}
+    kinds = dict.fromkeys(launch.constants, "constexpr")
+    for name, value in launch.arguments.items():
+        pointers = {torch.int64: "*i64", torch.float32: "*fp32"}
+        kinds[name] = pointers[value.dtype] if isinstance(value, Tensor) else "fp32"
+    names = list(kernel.arg_names)
+    kinds = {name: kinds[name] for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if kinds[name].startswith("*")}
     source = ASTSource(kernel, kinds, launch.constants, aligned)
     return compile(source, target=GPUTarget(*TARGETS[target]), options=launch.options)

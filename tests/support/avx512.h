@@ -44,25 +44,12 @@ static inline __m512 maskz_loadu_ps(__mmask16 mask, const void* from) {
     EACH(16) if (mask >> i & 1) x[i] = static_cast<const float*>(from)[i];
     return x;
 }
-static inline __m512d maskz_loadu_pd(__mmask8 mask, const void* from) {
-    __m512d x = {};
-    EACH(8) if (mask >> i & 1) x[i] = static_cast<const double*>(from)[i];
-    return x;
-}
 static inline void mask_storeu_ps(void* to, __mmask16 mask, __m512 x) {
     EACH(16) if (mask >> i & 1) static_cast<float*>(to)[i] = x[i];
-}
-static inline void mask_storeu_pd(void* to, __mmask8 mask, __m512d x) {
-    EACH(8) if (mask >> i & 1) static_cast<double*>(to)[i] = x[i];
 }
 static inline __m256 half(__m512 x, int which) {
     __m256 out;
     EACH(8) out[i] = x[8 * which + i];
-    return out;
-}
-static inline __m512d cvtps_pd(__m256 x) {
-    __m512d out;
-    EACH(8) out[i] = x[i];
     return out;
 }
 static inline __m512 cvtph_ps(__m256i x) {
@@ -86,13 +73,7 @@ static inline __m256i cvtps_ph(__m512 x) {
 #define _mm512_sqrt_pd stand_in::sqrt_pd
 #define _mm512_rsqrt14_ps stand_in::rsqrt14_ps
 #define _mm512_maskz_loadu_ps stand_in::maskz_loadu_ps
-#define _mm512_maskz_loadu_pd stand_in::maskz_loadu_pd
 #define _mm512_mask_storeu_ps stand_in::mask_storeu_ps
-#define _mm512_mask_storeu_pd stand_in::mask_storeu_pd
-#define _mm512_castps512_ps256(x) stand_in::half(x, 0)
-#undef _mm512_extractf32x8_ps
-#define _mm512_extractf32x8_ps stand_in::half
-#define _mm512_cvtps_pd stand_in::cvtps_pd
 #define _mm512_cvtph_ps stand_in::cvtph_ps
 #undef _mm512_cvtps_ph
 #define _mm512_cvtps_ph(x, rounding) stand_in::cvtps_ph(x)

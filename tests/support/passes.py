@@ -79,7 +79,7 @@ def _sums(rule: Rule, g: Tensor | None, m: Tensor | None, r: Tensor, step: int, 
     gain, gain_r, _ = rule.numbers(step)
     zeta, z = _scales(rule, r, gain_r)
     finite = z.masked_fill(z.isinf(), 0)
-    if rule.form.takes_raw_sums:
+    if rule.form.rows == 2:
         return [u, cut.sum(finite)]
     w = z.rsqrt() * (zeta if rule.form.is_weighted else 1)
     b = nothing if g is None or m is None else gain * cut.sum(w * m)

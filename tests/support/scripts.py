@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import runpy
@@ -11,7 +12,18 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
+import pytest
 import torch
+
+
+def import_or_skip(package: str) -> ModuleType:
+    """A package that not everybody has; a test is skipped without it, or if it fails to import."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{error.name} is not installed")
+    except RuntimeError as error:  # a torchvision for another torch: see "Installing" in docs/recipes.md
+        pytest.skip(f"{package} does not import here: {error}")
 
 
 @contextlib.contextmanager

@@ -36,7 +36,14 @@ errors = Console(markup=False, highlight=False, stderr=True)
 
 @app.callback(invoke_without_command=True)
 def blockmean(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
-    """Block mean matrices, and optimizers that see the dependency between groups of parameters."""
+    """Train with Anova or a block-mean optimizer, compare it with AdamW, and reproduce the block-mean paper.
+
+    \b
+    blockmean train --compare AdamW,Anova   a first comparison, half a minute
+    blockmean inspect cnn                   how the tensors of a model are coupled
+    blockmean reproduce                     every claim of the paper, checked
+    blockmean COMMAND --help                options and examples
+    """
     if version:
         print(f"blockmean {__version__}")
         raise typer.Exit
@@ -103,7 +110,7 @@ def watch(bars: Progress) -> Callable[[str, int, int], None]:
 
 @contextmanager
 def resumable(records: Path) -> Iterator[None]:
-    """If it is stopped, or a process killed, say how to go on."""
+    """If it is stopped, or a process is killed, say how to resume."""
     from blockmean.lab.records import WorkerKilled
 
     try:

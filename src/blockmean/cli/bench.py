@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -24,6 +24,7 @@ from blockmean.cli._app import (
 if TYPE_CHECKING:
     from blockmean.lab.compare import Table as Cells
     from blockmean.lab.race import Race, TaskResult
+    from blockmean.lab.study import Study
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure optimizers against each other.")
 app.add_typer(bench, name="bench")
@@ -188,6 +189,100 @@ def step(
         "Medians; × is the time beside torch's own optimizer of that kind, in one interleaved run, with quartiles.",
         style="dim",
     )
+
+
+@bench.command(short_help="A study with schedules, tuned settings and fresh seeds.")
+def study(
+    cells: Annotated[
+        str | None, typer.Option(help="Names from --plan, separated by commas.", show_default="all")
+    ] = None,
+    arms: Annotated[
+        str | None, typer.Option(help="Names from --plan, separated by semicolons.", show_default="all")
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(help="quick (embedded text, minutes) or full (Python's documentation, CIFAR-10: days).")
+    ] = "quick",
+    text: Annotated[
+        Path | None, typer.Option(help="A text of your own, plain or .gz.", show_default="Python's documentation")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with cifar10 and text.", show_default="$BLOCKMEAN_DATA")
+    ] = None,
+    records: Annotated[Path, typer.Option(help="Folder for the records, one file per cell.", file_okay=False)] = Path(
+        "out/study"
+    ),
+    out: Annotated[Path, typer.Option(help="Folder for pictures.", file_okay=False)] = Path("out"),
+    jobs: Annotated[int, typer.Option(help="Runs at a time, each on one thread.", min=1)] = 1,
+    show_only: Annotated[bool, typer.Option("--show-only", help="Run nothing: tables of the records so far.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Run nothing: list cells, arms, runs and hours.")] = False,
+    times: Annotated[
+        bool, typer.Option("--times", help="Only time a few steps of tuned arms. Let nothing else run beside it.")
+    ] = False,
+) -> None:
+    """Compare optimizers under the field's own rules: warm-up and decay to zero, several tuned settings, fresh seeds.
+
+    Every arm searches rate, weight decay, β₂, β₁ and warm-up by coordinate descent with a stated number of runs, AdamW
+    with twice as many; the best settings run with fresh seeds. Finished runs are kept as records and not repeated: stop
+    with Ctrl-C at any time, and run the same command again to resume.
+    """
+    with readable_errors("bench study"):
+        from blockmean.lab.study import make_study, missing_packages
+        from blockmean.lab.tasks import verify_data
+
+        found = make_study(records, split_names(cells), split_names(arms, ";"), profile, text)
+        for folder in (records, out):
+            check_folder(folder)
+        if plan:
+            _show_plan(found)
+            return
+        if not show_only and (missing := missing_packages(found)):
+            raise SystemExit(
+                f"`blockmean bench study` needs {' and '.join(missing)}. In a checkout: pip install '.[race]'"
+            )
+        for cell in [] if show_only else found.cells.values():
+            verify_data(cell.task, data_dir)
+
+    def say(cell: str, arm: str, record: dict[str, Any]) -> None:
+        from blockmean.lab.study import describe
+
+        console.print(f"{cell}, {arm}, {describe(record)}; {sum(1 for _ in found.wanted())} runs wait", soft_wrap=True)
+
+    if not show_only:
+        with resumable(records):
+            if times:
+                found.run_times(data_dir, say)
+            else:
+                found.run(data_dir, jobs, say)
+    _show_study(found, out)
+
+
+def _show_study(found: Study, out: Path) -> None:
+    """Tables and pictures of the records so far, and what is missing."""
+    from blockmean.lab.study_pictures import draw_cell
+    from blockmean.lab.study_results import notes, tables
+
+    for name in found.cells:
+        for cells in tables(found, name):
+            shown = Table(*cells.header, title=cells.title, title_justify="left")
+            for line in cells.rows:
+                shown.add_row(*line)
+            console.print(shown)
+        if found.findings(name).final:
+            console.print(str(draw_cell(found, name, out / f"study-{name}").png), soft_wrap=True)
+    for note in notes(found):
+        console.print(note, soft_wrap=True)
+
+
+def _show_plan(found: Study) -> None:
+    """The runs of every cell, and how long they take."""
+    shown = Table("cell", "task", "arms", "tuning runs, at most", "final runs", "curve, ablations", "done", "hours")
+    total = 0.0
+    for row in found.plan():
+        cell, total = found.cells[row.cell], total + row.hours
+        counts = (row.tuning, row.final, f"{row.more:g}", row.done, f"{row.hours:.1f}")
+        shown.add_row(row.cell, cell.task.title, "; ".join(found.arms_of(row.cell)), *map(str, counts))
+    console.print(shown)
+    console.print(f"{total:.1f} processor hours in all, by the seconds of the runs so far.", soft_wrap=True)
 
 
 def _list(profile: str) -> None:

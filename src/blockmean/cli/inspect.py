@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from blockmean.cli._app import app, check_folder, console, progress, readable_errors, watch
 
 if TYPE_CHECKING:
-    from blockmean.lab.inspect import Inspection
+    from blockmean.lab.inspect import Inspection, Row
+
+GAP, EDGES = 3, 4  # columns between two cells of the table, and at its sides
 
 
 @app.command(short_help="Show how the blocks of a model are coupled.")
@@ -19,43 +23,59 @@ def inspect(
     model: Annotated[
         str,
         typer.Argument(
-            help="small, large, mlp, cnn, convnet or resnet; or module:object: an nn.Module or a function for one.",
+            help="small, large, mlp, cnn, convnet, resnet or resnet10; or your own as module:object, an nn.Module or a "
+            "function that returns one.",
             metavar="MODEL",
         ),
     ],
     dataset: Annotated[str, typer.Option(help="digits, mnist or cifar10.")] = "digits",
-    inputs: Annotated[str, typer.Option(help="Scaling of the pixels: raw, normalised or centred.")] = "normalised",
+    inputs: Annotated[str, typer.Option(help="Pixel scaling: raw, normalised or centred.")] = "normalised",
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the files of the data set.", show_default="$BLOCKMEAN_DATA")
+        Path | None, typer.Option(help="Folder with the data set.", show_default="$BLOCKMEAN_DATA")
     ] = None,
-    download: Annotated[bool, typer.Option("--download", help="Fetch the data set if it is missing.")] = False,
+    download: Annotated[bool, typer.Option("--download", help="Download the data set if it is missing.")] = False,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Your own data instead: module:object, a pair of tensors (inputs, targets), a DataLoader of such "
-            "batches, or a function that returns either."
+            help="Your own data as module:object: a pair of tensors (inputs, targets), a DataLoader of such batches, "
+            "or a function that returns either."
         ),
     ] = None,
     loss: Annotated[
-        str, typer.Option(help="cross_entropy, mse, or module:function (outputs, targets) -> mean loss.")
+        str, typer.Option(help="cross_entropy, mse, or your own as module:function, (outputs, targets) -> mean loss.")
     ] = "cross_entropy",
     partition: Annotated[
-        str, typer.Option(help="One block per tensor, unit, kernel, module or element; or all.")
+        str, typer.Option(help="One block per tensor, unit (output), kernel, module or element; or all in one.")
     ] = "tensor",
-    matrix: Annotated[str, typer.Option(help="empirical_fisher, fisher, ggn or hessian.")] = "empirical_fisher",
+    matrix: Annotated[
+        str, typer.Option(help="Curvature: empirical_fisher, fisher, ggn or hessian.")
+    ] = "empirical_fisher",
     samples: Annotated[int, typer.Option(help="Number of samples, drawn at random.")] = 1000,
-    train_steps: Annotated[int, typer.Option(help="Steps of AdamW to train first.")] = 0,
+    train_steps: Annotated[
+        int, typer.Option(help="AdamW steps to take first: at initialisation, curvature says little.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed for initial weights, training and samples.")] = 0,
     norm_probes: Annotated[
-        int, typer.Option(help="Random probes to estimate how much the block mean explains; 0 to skip it.")
+        int, typer.Option(help="Random vectors that estimate how much of the matrix the block means hold; 0 to skip.")
     ] = 8,
-    rows: Annotated[int, typer.Option(help="Rows of the table: the blocks with most of the trace.", min=1)] = 40,
-    out: Annotated[Path, typer.Option(help="Folder for the heat map and the numbers.", file_okay=False)] = Path("out"),
+    rows: Annotated[
+        int, typer.Option(help="Most rows of the table: the blocks with the largest share of the trace.", min=1)
+    ] = 40,
+    out: Annotated[Path, typer.Option(help="Output folder for the heat map and the numbers.", file_okay=False)] = Path(
+        "out"
+    ),
 ) -> None:
     """Show how the blocks of a model are coupled.
 
-    Computes a curvature matrix of the model on data, prints a table of its blocks, and writes a heat map (PNG and SVG)
-    and all numbers (JSON). The files are named after the request; only the same request replaces them.
+    Computes a curvature matrix of the model on data, as block means: prints a table of the blocks, and writes a heat
+    map (PNG, SVG) and all numbers (JSON). File names depend on the options, so other options replace nothing. In the
+    table, A_ii is the curvature in the direction in which all entries of a block move alike, λ its mean over the
+    block's other directions, and "of trace" the share of both in the whole matrix. Examples:
+
+    \b
+    blockmean inspect cnn --train-steps 200
+    blockmean inspect mlp --matrix ggn --partition module
+    blockmean inspect my_module:build --data my_module:loader --loss mse
     """
     with readable_errors("inspect"):
         from blockmean.lab.inspect import Request
@@ -76,20 +96,48 @@ def inspect(
 
 
 def _show_blocks(found: Inspection, count: int, numbers: Path) -> None:
-    """Print a table of blocks, and where the blocks are that it leaves out."""
+    """Print a table of blocks, and where to find what it leaves out."""
     shown = found.largest(count)
-    table = Table(title=found.title)
-    table.add_column("block", overflow="fold")
-    for name in ("size", "A_ii", "λ", "share of trace"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("strongest correlation", overflow="fold")
-    for row in shown:
-        lam = "–" if row.lam is None else f"{row.lam:.3g}"
-        share = "–" if row.share is None else f"{row.share:.1%}"
-        strongest = "–" if row.partner is None else f"{row.correlation:+.2f} {row.partner}"
-        table.add_row(row.block, f"{row.size:,}", f"{row.A:.3g}", lam, share, strongest)
+    headers = ["block", "size", "A_ii", "λ", "of trace", "strongest correlation"]
+    numbers_of = [_numbers(row) for row in shown]
+    partners = [("–", "") if row.partner is None else (f"{row.correlation:+.2f} ", row.partner) for row in shown]
+    names = max(len("block"), *(len(row.block) for row in shown))
+    taken = sum(max(map(len, column)) + GAP for column in zip(headers[1:-1], *numbers_of, strict=True)) + EDGES
+    narrow = names + taken + GAP + max(len(headers[-1]), *(len(a + b) for a, b in partners)) > console.width
+    table = Table(title=found.title, box=SIMPLE_HEAD)
+    for i, header in enumerate(headers[:-1] if narrow else headers):
+        table.add_column(header, justify="right" if 1 <= i <= 4 else "left", no_wrap=1 <= i <= 4, overflow="fold")
+    for row, values, (strength, partner) in zip(shown, numbers_of, partners, strict=True):
+        if narrow:  # the correlation goes below its block, and each name has most of the width
+            room = console.width - taken
+            below = f"\n  {strength}{_abbreviated(partner, room - 8)}" if partner else ""
+            table.add_row(_abbreviated(row.block, room) + below, *values)
+        else:
+            table.add_row(row.block, *values, strength + partner)
     console.print(table)
+    if narrow:
+        console.print(
+            "Below each block: its strongest correlation with another one. Long names are abbreviated from the left; "
+            f"{numbers.name} has them in full.",
+            soft_wrap=True,
+        )
     left = len(found.rows) - len(shown)
     if left:
         rest = 1 - sum(row.share or 0.0 for row in shown)
         console.print(f"{left:,} further blocks, with {rest:.1%} of the trace, are in {numbers.name}.", soft_wrap=True)
+
+
+def _numbers(row: Row) -> list[str]:
+    lam = "–" if row.lam is None else f"{row.lam:.3g}"
+    share = "–" if row.share is None else f"{row.share:.1%}"
+    return [f"{row.size:,}", f"{row.A:.3g}", lam, share]
+
+
+def _abbreviated(name: str, width: int) -> str:
+    """A dotted name that fits a width if its first parts give way to their initials and numbers: t.h.0.attn.weight."""
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) <= width:
+            break
+        parts[i] = re.sub(r"^(.).*?(\d*)$", r"\1\2", part)
+    return ".".join(parts)

@@ -28,25 +28,31 @@ if TYPE_CHECKING:
 
 Parts = Annotated[
     list[str] | None,
-    typer.Argument(help="Parts of the paper, as listed by `reproduce --list`.", show_default="all", metavar="PART"),
+    typer.Argument(help="Names from `blockmean reproduce --list`.", show_default="all", metavar="PART"),
 ]
 Profile = Annotated[
-    str, typer.Option(help="quick (5,000 embedded digits, minutes) or paper (MNIST and CIFAR-10, hours).")
+    str, typer.Option(help="quick (5,000 embedded digits, minutes) or paper (MNIST and CIFAR-10, many hours).")
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Folder with MNIST and CIFAR-10.", show_default="$BLOCKMEAN_DATA")]
-Out = Annotated[Path, typer.Option(help="Folder for the report and its pictures.", file_okay=False)]
+Out = Annotated[Path, typer.Option(help="Output folder for report.html and its pictures.", file_okay=False)]
 Records = Annotated[
     Path | None,
     typer.Option(help="Folder for the records, one file per study.", file_okay=False, show_default="OUT/records"),
 ]
 Seeds = Annotated[
     int | None,
-    typer.Option(help="Number of final runs with the best rate.", min=1, show_default="by profile"),
+    typer.Option(help="Seeds of the final runs, at the best learning rate.", min=1, show_default="by profile"),
 ]
 Epochs = Annotated[int | None, typer.Option(help="Epochs of each final run.", min=1, show_default="by profile")]
 
 PUBLISHED = Path(blockmean.__file__).parents[2] / "results"
 """The records in a checkout of the project; an installed wheel has none."""
+
+WORK = {
+    "quick": "Training on the embedded digits, then figures and tables: about five minutes of processor time.",
+    "paper": "Training on MNIST and CIFAR-10, then figures and tables: many hours of processor time.",
+}
+"""What a profile costs; the quick one was measured on one core of an AMD EPYC."""
 
 COLOURS = {"holds": "green", "does not hold": "bold red", "within noise": "yellow", "no verdict": "dim"}
 
@@ -56,23 +62,31 @@ def reproduce(
     parts: Parts = None,
     profile: Profile = "quick",
     data_dir: DataDir = None,
-    download: Annotated[bool, typer.Option("--download", help="Fetch MNIST and CIFAR-10 if they are missing.")] = False,
+    download: Annotated[
+        bool, typer.Option("--download", help="Download MNIST and CIFAR-10 if they are missing.")
+    ] = False,
     seeds: Seeds = None,
     epochs: Epochs = None,
-    jobs: Annotated[int, typer.Option(help="Runs at a time, each on one thread.", min=1)] = 2,
+    jobs: Annotated[int, typer.Option(help="Parallel runs, each on one thread.", min=1)] = 2,
     out: Out = Path("out"),
     records: Records = None,
     list_parts: Annotated[bool, typer.Option("--list", help="List the parts and exit.")] = False,
 ) -> None:
-    """Run the paper's experiments, check its claims, and write report.html.
+    """Run the paper's experiments, check its claims, compare Anova with AdamW, and write report.html.
 
-    Finished runs are kept as records and not repeated: stop with Ctrl-C at any time, and run the same command again to
-    resume. The exit code is 1 if an exact claim, one that is mathematics, does not hold.
+    The quick profile takes about five minutes of processor time, besides installation. Finished runs are kept as
+    records: stop with Ctrl-C at any time, and run the same command again to resume. The exit code is 1 if an exact
+    (mathematical) claim does not hold. Examples:
+
+    \b
+    blockmean reproduce
+    blockmean reproduce theorems fig5
+    blockmean reproduce --profile paper --data-dir FOLDER
     """
     with readable_errors("reproduce"):
         from blockmean.lab.data import verify
         from blockmean.lab.paper import PARTS
-        from blockmean.lab.paper.protocol import studies
+        from blockmean.lab.paper.protocol import anova_study, studies
 
         if list_parts:
             for name, part in PARTS.items():
@@ -83,11 +97,16 @@ def reproduce(
         for folder in (config.out, config.records):
             check_folder(folder)
         wanted = studies(profile, seeds, epochs) if "fig5" in chosen else []
+        wanted += [anova_study(seeds, epochs)] if "anova" in chosen else []
         unfinished = [study for study in wanted if not study.is_complete(config.records)]
         for dataset in dict.fromkeys(study.task.dataset for study in (studies(profile) if download else unfinished)):
             verify(dataset, data_dir, download)
         for folder in (config.out, config.records):
             folder.mkdir(parents=True, exist_ok=True)
+    if unfinished:
+        console.print(
+            f"{WORK[profile]} Records: {config.records}. Ctrl-C stops; the same command resumes.", soft_wrap=True
+        )
     with resumable(config.records):
         run_studies(wanted, config.records, data_dir, jobs)
         _report(chosen, config)
@@ -104,7 +123,10 @@ def report(
 ) -> None:
     """Write report.html from existing records, without running anything.
 
-    In a checkout of the project, `--profile paper --records results` shows the published runs.
+    Example, the published runs in a checkout of the project:
+
+    \b
+    blockmean report --profile paper --records results
     """
     with readable_errors("report"):
         config = replace(_config(profile, out, records, None, seeds, epochs), measure=False)
@@ -171,6 +193,8 @@ def _report(chosen: list[str], config: ReportConfig) -> None:
 
 def _show(outcomes: dict[str, Outcome]) -> None:
     """Print a table of all claims."""
+    if not any(outcome.claims for outcome in outcomes.values()):
+        return
     table = Table()
     for header in ("part", "claim", "measured", "verdict"):
         table.add_column(header, overflow="fold")  # an ellipsis would hide the end of a long name

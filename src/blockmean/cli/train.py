@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +18,8 @@ def train(
     model: Annotated[
         str,
         typer.Option(
-            help="small, large, mlp, cnn, convnet or resnet; transformer-64 or transformer-192 for text; or "
-            "module:object: an nn.Module or a function for one."
+            help="small, large, mlp, cnn, convnet, resnet or resnet10; transformer-64 or transformer-192 for text; or "
+            "your own as module:object, an nn.Module or a function that returns one."
         ),
     ] = "cnn",
     dataset: Annotated[str, typer.Option(help="digits, mnist or cifar10; manual or shakespeare for text.")] = "digits",
@@ -32,32 +33,41 @@ def train(
     ] = None,
     compare: Annotated[
         str | None,
-        typer.Option(help="Several optimizers instead, separated by commas: same initial weights, same batches."),
+        typer.Option(help="Instead of --optimizer: names separated by commas, trained one after the other."),
     ] = None,
     lr: Annotated[
-        float | None, typer.Option(help="The learning rate.", show_default="one that suits the optimizer")
+        float | None,
+        typer.Option(help="Learning rate, for all of them.", show_default="per optimizer, tuned on the digits"),
     ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
-            help="Another argument of the optimizer, e.g. weight_decay=0.1. Can be repeated.", metavar="KEY=VALUE"
+            help="Any other argument of the optimizer, as weight_decay=0.1. Can be repeated.", metavar="KEY=VALUE"
         ),
     ] = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the training images.", min=1)] = 5,
-    batch: Annotated[int, typer.Option(help="Images per step.", min=1)] = 100,
-    inputs: Annotated[str, typer.Option(help="Scaling of the pixels: raw, normalised or centred.")] = "normalised",
-    flip: Annotated[bool, typer.Option("--flip", help="Mirror half of the images, at random.")] = False,
+    epochs: Annotated[int, typer.Option(help="Passes over the training set.", min=1)] = 5,
+    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 100,
+    inputs: Annotated[str, typer.Option(help="Pixel scaling: raw, normalised or centred.")] = "normalised",
+    flip: Annotated[bool, typer.Option("--flip", help="Flip half of the images horizontally, at random.")] = False,
     seed: Annotated[int, typer.Option(help="Seed for the initial weights and the batches.")] = 0,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with the files of the data set.", show_default="$BLOCKMEAN_DATA")
+        Path | None, typer.Option(help="Folder with the data set.", show_default="$BLOCKMEAN_DATA")
     ] = None,
-    download: Annotated[bool, typer.Option("--download", help="Fetch the data set if it is missing.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the plot and the records.", file_okay=False)] = Path("out"),
+    download: Annotated[bool, typer.Option("--download", help="Download the data set if it is missing.")] = False,
+    out: Annotated[Path, typer.Option(help="Output folder for the plot and train.jsonl.", file_okay=False)] = Path(
+        "out"
+    ),
 ) -> None:
-    """Train a model on one thread, with one optimizer or with several after each other.
+    """Train a model with one optimizer, or compare several: one thread, equal initial weights and batches.
 
-    Prints losses, test errors and times, and writes a plot of them; every run adds a line to train.jsonl. For example:
-    `blockmean train --compare AdamW,AdamBMA,Anova`
+    Prints training loss, test error and time, draws them, and adds a record of each run to train.jsonl. The defaults
+    take about ten seconds of processor time per optimizer and need no download. Examples:
+
+    \b
+    blockmean train --compare AdamW,Anova
+    blockmean train --compare AdamW,Anova --lr 0.001 --seed 1
+    blockmean train --optimizer Anova --option weight_decay=0.1 --epochs 10
+    blockmean train --model my_module:build --dataset mnist --data-dir FOLDER
     """
     with readable_errors("train"):
         from blockmean.lab.arms import OPTIMIZERS, default_rate
@@ -82,7 +92,8 @@ def train(
         check_folder(out)
         if download:
             verify_data(specs[0], data_dir, download)
-        check_model(specs[0], load_data(specs[0], data_dir))
+        data = load_data(specs[0], data_dir)
+        check_model(specs[0], data)
         out.mkdir(parents=True, exist_ok=True)
     console.print(f"{model} model on {dataset}, {steps:,} steps of {batch}", soft_wrap=True)
     records, lines = [], out / "train.jsonl"
@@ -98,7 +109,7 @@ def train(
 
             records.append(run(spec, data_dir, on_step))
             append(lines, spec.key, records[-1])
-    _show(records)
+    _show(records, data.test_targets.numel())
     key = specs[0].key
     if len(specs) > 1:
         key = f"compare-{dataset}-{file_name(model)}-{digest({str(i): spec.key for i, spec in enumerate(specs)})}"
@@ -123,8 +134,8 @@ def _options(given: list[str]) -> dict[str, Any]:
     return options
 
 
-def _show(records: list[dict[str, Any]]) -> None:
-    """Print a sentence about one run, or a table of several."""
+def _show(records: list[dict[str, Any]], tests: int) -> None:
+    """Print a sentence about one run, or a table of several and how to read it; `tests` predictions were tested."""
     for record in records:
         if record["diverged_at"] is not None:
             whose = f"{record['spec']['optimizer']}: diverged" if len(records) > 1 else "Diverged"
@@ -145,6 +156,15 @@ def _show(records: list[dict[str, Any]]) -> None:
     for record in records:
         table.add_row(*_cells(record))
     console.print(table)
+    errors = sorted(record["test_error"] for record in records if record["diverged_at"] is None)[:2]
+    if len(errors) == 2:
+        # As if each had test examples of its own: they share them, so that the true bound is a little lower.
+        noise = 1.96 * math.sqrt(sum(p * (1 - p) for p in errors) / tests)
+        console.print(
+            "Look at the training loss first: on equal batches, lower is faster learning.\n"
+            f"Test errors less than {100 * noise:.1f} points apart are within noise ({tests:,} predictions).\n"
+            "One seed at one rate each proves little: vary --seed and --lr."
+        )
 
 
 def _cells(record: dict[str, Any]) -> list[str]:

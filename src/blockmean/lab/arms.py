@@ -70,20 +70,40 @@ class MuonAdamW(torch.optim.Optimizer):
     takes no convolutions. "match_rms_adamw" gives Muon's updates the size of AdamW's, so that one rate suits both.
     """
 
-    def __init__(self, model: nn.Module, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        momentum: float = 0.95,
+    ) -> None:
         matrices, others = hidden_matrices(model)
         if not matrices:
             raise Unsuitable("Muon takes matrices of hidden layers, and this model has none.")
         if not hasattr(torch.optim, "Muon"):
             raise ValueError(f"Muon needs torch 2.9 or newer. This is torch {torch.__version__}.")
-        self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        self.adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay)
-        super().__init__([*matrices, *others], {"lr": lr, "weight_decay": weight_decay})
+        self.muon = torch.optim.Muon(
+            matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+        )
+        self.adamw = torch.optim.AdamW(decay_groups(others, weight_decay), lr=lr, betas=betas)
+        # The groups of both, not copies: whoever sets the rate here sets it there.
+        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # the lab uses no closures
         self.muon.step()
         self.adamw.step()
         self.state = {**self.muon.state, **self.adamw.state}  # type: ignore[assignment]  # a dict is enough to read
+
+
+def decay_groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups: tensors of two or more dims, which decay, and biases and gains, which do not."""
+    every = list(params)
+    groups = [
+        {"params": [p for p in every if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def hidden_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -117,21 +137,34 @@ def find(name: str) -> Make:
 
 
 def make(name: str, model: nn.Module, lr: float, options: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer for a model; ValueError if it does not take these options."""
+    """An optimizer for a model; ValueError if it does not take these options.
+
+    A weight decay among the options is for tensors of two or more dims, whatever the optimizer.
+    """
     cls = find(name)
     taken = inspect.signature(cls).parameters
     unknown = [option for option in options if option not in taken]
     if unknown:  # pytorch_optimizer takes any keyword and ignores those it does not know
         others = [option for option in taken if option not in ("params", "model", "lr", "kwargs")]
         raise ValueError(f"{name} has no option {', '.join(unknown)}. It has {', '.join(others)}.")
+    decay = options.get("weight_decay", 0.0)
+    what: Any = model.parameters() if name in PEERS else model.named_parameters()
     if name in TAKE_THE_MODEL:
-        what: Any = model
-    else:
-        what = model.parameters() if name in PEERS else model.named_parameters()
+        what = model
+    elif decay:
+        what = (
+            decay_groups(model.parameters(), decay)
+            if name in PEERS
+            else blockmean.param_groups(model, decay, embeddings=True)
+        )
     try:
-        return cls(what, lr=lr, **options)
+        optimizer = cls(what, lr=lr, **options)
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{name} cannot be made with {options}: {error}") from error
+    for group in optimizer.param_groups if decay else ():
+        if all(param.ndim < 2 for param in group["params"]):  # Adam-mini makes its groups itself
+            group["weight_decay"] = 0.0
+    return optimizer
 
 
 def default_rate(name: str) -> float:

@@ -243,6 +243,18 @@ def interval(values: Sequence[float]) -> Interval | None:
     return Interval(statistics.mean(values), half)
 
 
+def p_value(values: Sequence[float]) -> float | None:
+    """Of the paired t-test: how likely differences this far from 0 are if there is none. None as for `interval`."""
+    mean = interval(values)
+    if mean is None:
+        return None
+    if not mean.half_width:
+        return 0.0 if mean.mean else 1.0
+    n = len(values)
+    quantile = float(student.ppf(0.975, n - 1))
+    return float(2 * student.sf(abs(mean.mean) / mean.half_width * quantile, n - 1))
+
+
 def format_difference(values: Sequence[float]) -> str:
     """The mean of differences and its interval, or why there is none."""
     if not values:

@@ -29,7 +29,7 @@ ROOM = 0.06
 
 def draw_task(found: TaskResult, path: Path) -> Picture:
     """One task, all arms: loss against processor seconds, and against steps."""
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure = Figure(figsize=(9, 5.4), layout="constrained")
     figure.suptitle(f"{found.task.title}: training loss, {found.task.steps} steps", fontsize=12)
     left, right = figure.subplots(1, 2, sharey=True)
     for arm in found.arms:
@@ -45,17 +45,16 @@ def draw_task(found: TaskResult, path: Path) -> Picture:
         left.set_xlabel("processor seconds (log scale)")
     right.margins(x=0.01)
     handles, labels = right.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=9, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
     return save(figure, path, _caption(found))
 
 
 def draw_overview(found: Sequence[TaskResult], path: Path) -> Picture:
-    """Loss against processor seconds for a few arms, one small panel per task."""
+    """Loss against processor seconds for a few arms, one small panel per task; two in a row fit a phone."""
     shown = [one for one in found if any(arm in one.arms for arm in OVERVIEW)]
-    columns = min(4, len(shown)) if len(shown) != 3 else 3
-    rows = math.ceil(len(shown) / columns)
-    figure = Figure(figsize=(2.35 * max(columns, 2), 2.2 * rows + 0.5), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    rows = math.ceil(len(shown) / 2)
+    figure = Figure(figsize=(5.4, 1.65 * rows + 0.4), layout="constrained")
+    axes = figure.subplots(rows, 2, squeeze=False).flatten()
     entries: dict[str, Artist] = {}
     for ax, one in zip(axes, shown, strict=False):
         for arm in OVERVIEW:
@@ -63,7 +62,7 @@ def draw_overview(found: Sequence[TaskResult], path: Path) -> Picture:
                 _curves(ax, one, arm, by_seconds=True)
         _finish(ax, one, OVERVIEW)
         _log_seconds(ax)
-        ax.set_title(one.task.title.replace(", transformer", "\ntransformer"), fontsize=10)
+        ax.set_title(one.task.title, fontsize=9)
         ax.tick_params(labelsize=8)
         entries |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
     spare = axes[len(shown) :]
@@ -73,7 +72,7 @@ def draw_overview(found: Sequence[TaskResult], path: Path) -> Picture:
         spare[0].legend(list(entries.values()), list(entries), loc="center", fontsize=11, frameon=False)
     else:
         figure.legend(
-            list(entries.values()), list(entries), loc="outside upper center", ncols=5, fontsize=10, frameon=False
+            list(entries.values()), list(entries), loc="outside upper center", ncols=3, fontsize=10, frameon=False
         )
     figure.supxlabel("processor seconds, one thread (log scale)", fontsize=10)
     figure.supylabel("training loss", fontsize=10)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from blockmean.lab.spec import RunSpec
-from blockmean.lab.tasks import steps_per_epoch
+from blockmean.lab.tasks import epoch_length
 from blockmean.lab.train import Record, run, time_marks
 
 REQUIRED = {"spec", "environment", "epochs", "diverged_at", "train_loss", "test_loss", "test_error", "step_seconds"}
@@ -103,7 +103,7 @@ def _check_run(spec: RunSpec, record: Record) -> None:
         raise ValueError(f"{', '.join(sorted(REQUIRED - record.keys()))} missing")
     epochs = record["epochs"]
     if record["diverged_at"] is None:
-        if len(epochs) != spec.steps // steps_per_epoch(spec.dataset, spec.batch):
+        if len(epochs) != spec.steps // epoch_length(spec):
             raise ValueError("epochs are missing")
         require_number(record, "train_loss", 0, LARGEST_LOSS)
     else:

@@ -6,6 +6,7 @@ The page is a tree of elements, so no text can be left unescaped. It needs no sc
 from __future__ import annotations
 
 import base64
+import os
 import re
 import sys
 import xml.etree.ElementTree as ET
@@ -19,7 +20,7 @@ from blockmean import __version__
 from blockmean.lab.environment import environment
 from blockmean.lab.paper import PARTS
 from blockmean.lab.paper.outcome import Claim, Outcome, ReportConfig, Table, Verdict
-from blockmean.lab.paper.protocol import studies
+from blockmean.lab.paper.protocol import anova_study, studies
 from blockmean.lab.picture import Picture
 
 TITLE = "Block Mean Approximation, reproduced"
@@ -31,6 +32,8 @@ VERBS = {
     Verdict.NOISE: "is within noise",
     Verdict.UNKNOWN: "has no verdict",
 }
+EVIDENCE = "docs/evidence.md"
+"""Where the project compares Anova with AdamW and others, in a checkout."""
 LARGEST_SVG = 2_000_000
 """A larger SVG, in bytes, gives way to the PNG: a matrix drawn cell by cell can outweigh the rest of the page."""
 NOTHING_FROM_OUTSIDE = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -88,7 +91,7 @@ def write_report(
         _element("style", Path(__file__).with_name("report.css").read_text(encoding="utf-8")),
     )
     main = _element("main", _verdicts(parts), *map(_part, parts), _settings(config), _environment(machine))
-    header = _header(parts, titles, config, machine)
+    header = _header(parts, titles, config, machine, _evidence(config, path))
     body = _element("body", _contents(parts), _element("div", header, main, class_="page"))
     page = ET.tostring(_element("html", head, body, lang="en"), encoding="unicode", method="html")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,15 +104,19 @@ def _titles() -> dict[str, str]:
     return {name: text.partition("\n")[0].removesuffix(".") for name, text in files.items()}
 
 
-def _header(parts: list[Part], titles: Mapping[str, str], config: ReportConfig, machine: Mapping[str, str]) -> Element:
-    """What this page is, and a summary of the verdicts."""
+def _header(
+    parts: list[Part], titles: Mapping[str, str], config: ReportConfig, machine: Mapping[str, str], evidence: str | None
+) -> Element:
+    """What this page is, a summary of the verdicts, and where the evidence for Anova is."""
     claims = [claim for part in parts for claim in part.outcome.claims]
     exact, findings = ([claim for claim in claims if claim.exact == kind] for kind in (True, False))
-    summary: list[Element | str] = ["The claims of ", _element("cite", PAPER)]
-    summary += [f" by Lu, Harandi, Hartley and Pascanu, checked with the {config.profile} profile."]
+    summary: list[Element | str] = ["What holds of ", _element("cite", PAPER)]
+    summary += [" (Lu, Harandi, Hartley and Pascanu, 2018), and what this library's Anova adds. "]
+    summary += ["“Within noise” means that the 95% interval over the seeds includes no difference."]
+    made = f"{config.profile} profile, blockmean {__version__}, code {machine['code']}, "
+    made += f"{machine['date'][:16].replace('T', ' ')} UTC."
     if config.profile != "paper":
-        command = "`blockmean reproduce --profile paper --data-dir …`"
-        summary += _text(f" For the full study, on MNIST and CIFAR-10 with more seeds, run {command}.")
+        made += " On MNIST and CIFAR-10 with more seeds, in hours: `blockmean reproduce --profile paper --data-dir …`"
     wrong = any(claim.verdict is Verdict.FAILS for claim in exact)
     alarm = "✗ An exact claim does not hold. This is no finding: the software is wrong, trust no number on this page."
     counts = [
@@ -117,17 +124,16 @@ def _header(parts: list[Part], titles: Mapping[str, str], config: ReportConfig, 
         for kind, found in (("exact claims", exact), ("findings", findings))
         if found
     ]
-    overview = next((part.outcome.overview for part in parts if part.outcome.overview is not None), None)
-    date = machine["date"][:16].replace("T", " ")
+    overviews = [part.outcome.overview for part in parts if part.outcome.overview is not None]
     return _element(
         "header",
         _element("h1", TITLE, id="summary"),
         _element("p", *summary),
         *([_element("p", alarm, class_="notice fails", role="alert")] if wrong else []),
-        _element("ul", *(_element("li", *sentence) for sentence in _sentences(parts, titles)), class_="sentences"),
-        *([] if overview is None else [_figure(overview, "What came out, at a glance")]),
+        _element("ul", *(_element("li", *s) for s in _sentences(parts, titles, evidence)), class_="sentences"),
+        *([_overview(overviews)] if overviews else []),
         _element("ul", *counts, class_="counts"),
-        _element("p", f"blockmean {__version__}, code {machine['code']}, {date} UTC", class_="quiet"),
+        _element("p", *_text(made), class_="quiet"),
     )
 
 
@@ -139,24 +145,38 @@ def _contents(parts: list[Part]) -> Element:
     return _element("nav", _element("ul", *(_element("li", link) for link in links)), aria_label="Contents")
 
 
-def _sentences(parts: list[Part], titles: Mapping[str, str]) -> list[list[Element | str]]:
-    """What came out, and what is missing, in words that follow from the verdicts alone."""
+def _evidence(config: ReportConfig, path: Path) -> str | None:
+    """The address of the page on Anova as seen from the report; None outside a checkout of the project."""
+    page = None if config.published is None else config.published.parent / EVIDENCE
+    return None if page is None or not page.exists() else Path(os.path.relpath(page, path.parent)).as_posix()
+
+
+def _sentences(parts: list[Part], titles: Mapping[str, str], evidence: str | None) -> list[list[Element | str]]:
+    """What came out, and what is missing, in words that follow from the verdicts alone.
+
+    The mathematics, then each part with several findings, those with one together, and what Anova adds.
+    """
     exact = [claim.verdict for part in parts for claim in part.outcome.claims if claim.exact]
     holding = (
         f"{exact.count(Verdict.HOLDS)} of {len(exact)} exact claims hold" if exact else "no exact claim was checked"
     )
     sentences: list[list[Element | str]] = [["The mathematics: ", _element("strong", holding), "."]]
+    single: list[list[Element | str]] = []
     for part in sorted(parts, key=lambda part: part.outcome.overview is None):  # first what the picture shows
-        statements: dict[str, list[Claim]] = {}
-        for claim in part.outcome.claims:
-            if not claim.exact:
-                statements.setdefault(_statement(claim), []).append(claim)
-        for statement, claims in statements.items():
-            verdict = _verdict_in_words([claim.verdict for claim in claims])
-            reasons = dict.fromkeys(claim.measured for claim in claims if claim.verdict is Verdict.UNKNOWN)
-            why = f": {'; '.join(reasons)}" if reasons else ""
+        found = _findings(part)
+        link = _element("a", part.short_title, href=f"#{part.anchor}")
+        if len(found) > 1:
+            sentences.append([link, ": ", *_listed(found), "."])
+        elif found:
+            single.append([link, ": ", *found[0]])
+    if single:
+        sentences.append([*_listed(single), "."])
+    for part in parts:
+        if part.outcome.summary:
+            where = _element("code", EVIDENCE) if evidence is None else _element("a", "the evidence", href=evidence)
             link = _element("a", part.short_title, href=f"#{part.anchor}")
-            sentences.append([*_text(f"“{statement}” "), verdict, *_text(why), " (", link, ")."])
+            told = part.outcome.summary.removeprefix(part.short_title)
+            sentences.append([link, *_text(told), "; more tasks and optimizers: ", where, "."])
     missing = [part for part in parts if part.missing is not None]
     if missing:
         sentences.append([_element("strong", "Could not be made: "), *_joined(map(_link, missing)), "."])
@@ -170,6 +190,21 @@ def _sentences(parts: list[Part], titles: Mapping[str, str]) -> list[list[Elemen
         advice = f"{', '.join(absent)}; `blockmean report` makes the whole page."
         sentences.append([_element("strong", "Not asked for: "), *_text(advice)])
     return sentences
+
+
+def _findings(part: Part) -> list[list[Element | str]]:
+    """For each statement of a part that measurements decide: the statement, and its verdicts in words."""
+    statements: dict[str, list[Claim]] = {}
+    for claim in part.outcome.claims:
+        if not claim.exact:
+            statements.setdefault(_statement(claim), []).append(claim)
+    found = []
+    for statement, claims in statements.items():
+        reasons = dict.fromkeys(claim.measured for claim in claims if claim.verdict is Verdict.UNKNOWN)
+        why = f" ({'; '.join(reasons)})" if reasons else ""
+        verdict = _verdict_in_words([claim.verdict for claim in claims])
+        found.append([*_text(f"“{statement}” "), verdict, *_text(why)])
+    return found
 
 
 def _statement(claim: Claim) -> str:
@@ -279,14 +314,30 @@ def _part(part: Part) -> Element:
 
 
 def _figure(picture: Picture, title: str) -> Element:
+    box = _element(
+        "div",
+        _image(picture, title),
+        class_="scroll picture",
+        tabindex="0",
+        role="region",
+        aria_label=picture.path.name,
+    )
+    caption = [_element("figcaption", *_text(picture.caption))] if picture.caption else []
+    return _element("figure", box, *caption)
+
+
+def _overview(pictures: list[Picture]) -> Element:
+    """Small pictures beside each other, or one below the other where there is no room."""
+    box = _element("div", *(_image(picture, "What came out, at a glance") for picture in pictures), class_="overview")
+    return _element("figure", box, _element("figcaption", *_text(" ".join(picture.caption for picture in pictures))))
+
+
+def _image(picture: Picture, title: str) -> Element:
     """A picture as an image element: matplotlib repeats identifiers across files, so its SVGs cannot share a page."""
     file = picture.svg if picture.svg.stat().st_size <= LARGEST_SVG else picture.png
     kind = "svg+xml" if file == picture.svg else "png"
     data = base64.b64encode(file.read_bytes()).decode()
-    image = _element("img", src=f"data:image/{kind};base64,{data}", alt=f"{title} ({picture.path.name})")
-    box = _element("div", image, class_="scroll picture", tabindex="0", role="region", aria_label=picture.path.name)
-    caption = [_element("figcaption", *_text(picture.caption))] if picture.caption else []
-    return _element("figure", box, *caption)
+    return _element("img", src=f"data:image/{kind};base64,{data}", alt=f"{title} ({picture.path.name})")
 
 
 def _table(table: Table) -> Element:
@@ -324,7 +375,10 @@ def _settings(config: ReportConfig) -> Element:
             f"{len(study.rates)} × {len(study.tuning.seeds)} × {study.epochs(study.tuning)}",
             f"{len(study.final.seeds)} × {study.epochs(study.final)}",
         ]
-        for study in studies(config.profile, config.seeds, config.epochs)
+        for study in [
+            *studies(config.profile, config.seeds, config.epochs),
+            anova_study(config.seeds, config.epochs),
+        ]
     ]
     header = ["study", "optimizers", "tuning: rates × seeds × epochs", "final runs: seeds × epochs"]
     protocol = Table("The studies of this profile; every optimizer gets the same", header, rows)
@@ -349,6 +403,11 @@ def _text(text: str) -> list[Element | str]:
 def _code(text: str) -> Element:
     """Code, word by word: otherwise a browser breaks lines after the dashes of an option."""
     return _element("code", *_joined((_element("span", word) for word in text.split()), " "))
+
+
+def _listed(clauses: Iterable[list[Element | str]]) -> list[Element | str]:
+    """Clauses of a sentence, with semicolons between them."""
+    return [piece for clause in clauses for piece in ("; ", *clause)][1:]
 
 
 def _joined(elements: Iterable[Element], separator: str = ", ") -> list[Element | str]:

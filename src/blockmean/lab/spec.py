@@ -33,12 +33,19 @@ class RunSpec:
     flip: bool = False  # mirror each image with probability ½, drawn again in every epoch
     loss: str = "cross_entropy"
     curve: bool = False  # keep the loss of every step and the time it took in the record
+    points: int = 0  # keep the training loss as means over this many parts of the run, and the time after every epoch
+    warm_up: float = 0.0  # part of the steps in which the rate rises to lr
+    decay: str = "none"  # of the rate after that: none, or linear to zero
+    clip: float | None = None  # largest norm of the whole gradient
+    crop: int = 0  # pixels around each image, black, from which a piece of its size is cut, drawn in every epoch
+    tokenizer: str = ""  # the text that byte pairs are taken from; without it a text is made of characters
+    start: dict[str, Any] = field(default_factory=dict)  # the spec of the run that this one continues from
 
     @property
     def key(self) -> str:
         """The name of the record's file, without its suffix."""
         model = file_name(self.model)
-        return f"{self.dataset}-{model}-{self.optimizer}-{digest(self.identity(asdict(self)))}"
+        return f"{file_name(self.dataset)}-{model}-{self.optimizer}-{digest(self.identity(asdict(self)))}"
 
     @classmethod
     def identity(cls, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def vocabulary(name: str) -> int:
 @lru_cache(maxsize=2)
 def read_text(name: str, data_dir: Path | None = None, context: int = CONTEXT) -> Text:
     """The windows of "shakespeare", from text/tinyshakespeare.txt in data_dir or $BLOCKMEAN_DATA, or of "manual"."""
-    characters = _shakespeare(data_dir) if name == "shakespeare" else _manual()
+    characters = shakespeare(data_dir) if name == "shakespeare" else torch.tensor(list(map(ord, manual())))
     alphabet, codes = characters.unique(return_inverse=True)  # in the order of the characters
     count = WINDOWS[name] * CONTEXT // context * context
     if len(codes) <= count:
@@ -71,7 +71,7 @@ def read_text(name: str, data_dir: Path | None = None, context: int = CONTEXT) -
     return Text(len(alphabet), inputs, targets)
 
 
-def _shakespeare(data_dir: Path | None) -> Tensor:
+def shakespeare(data_dir: Path | None) -> Tensor:
     """The characters of tiny Shakespeare, which are plain ASCII, one byte each."""
     advice = (
         "Put the 1,115,394 characters of tiny Shakespeare there (`input.txt` of karpathy/char-rnn on GitHub), or use "
@@ -89,8 +89,8 @@ def _shakespeare(data_dir: Path | None) -> Tensor:
     return characters
 
 
-def _manual() -> Tensor:
-    """The characters of the manual inside Python itself."""
+def manual() -> str:
+    """The manual inside Python itself."""
     from pydoc_data.topics import topics
 
-    return torch.tensor(list(map(ord, "\n".join(topics[key] for key in sorted(topics)))))
+    return "\n".join(topics[key] for key in sorted(topics))

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require_choice, require_number
 from blockmean.blocks import By
-from blockmean.optim.base import NOT_OPTIONS, arithmetic
+from blockmean.optim.base import NOT_OPTIONS
 from blockmean.optim.correction import CorrectedOptimizer
 from blockmean.optim.passes import FORMS, Rule
 
@@ -52,6 +51,7 @@ class AdaGradBMA(CorrectedOptimizer):
 
     Cost O(d + L³) per step; state d + O(L²) numbers.
 
+    >>> import torch
     >>> model = torch.nn.Linear(3, 2)
     >>> optimizer = AdaGradBMA(model.parameters(), lr=0.1)
     >>> model(torch.ones(3)).square().sum().backward()
@@ -91,13 +91,6 @@ class AdaGradBMA(CorrectedOptimizer):
             require_number(group["lr_decay"], "lr_decay", owner)
             require_number(group["initial_accumulator_value"], "initial_accumulator_value", owner)
             require_number(group["eigenvalue_floor"], "eigenvalue_floor", owner, positive=True, optional=True)
-
-    def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        start, dtype = group["initial_accumulator_value"], arithmetic(param.dtype)
-        return {
-            "step": torch.tensor(0.0, dtype=torch.float32),
-            "sum": torch.full_like(param, start, dtype=dtype, memory_format=torch.preserve_format),
-        }
 
     def rule(self, group: dict[str, Any]) -> Rule:
         form, floor = FORMS[group["variant"]], group["eigenvalue_floor"]

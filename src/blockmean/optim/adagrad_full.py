@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require_number
-from blockmean._linalg import LinAlgError, eigh
+from blockmean._linalg import LinAlgError, inverse_roots
 from blockmean.optim.base import NOT_OPTIONS, arithmetic, distinct
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep, refuse_fused
 from blockmean.optim.layout import Component
@@ -88,9 +88,6 @@ class AdaGradFull(BlockMeanOptimizer):
                 )
         return {"max_bytes": None}
 
-    def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        return {"step": torch.tensor(0.0, dtype=torch.float32)}
-
     def block_sums(self, work: BlockStep) -> Tensor:
         """The gradient itself: every entry is a block."""
         group, grads = work.group, [torch.zeros(0, device=work.layout.device)]
@@ -112,16 +109,15 @@ class AdaGradFull(BlockMeanOptimizer):
         step = torch.zeros_like(g)
         for _, part in self.statistics(work, ["U"]):
             H = part["U"].addr_(g, g)
-            on: Any = slice(None) if work.present is None else work.present
+            on: Any = slice(None) if work.present is None else work.present_among(slice(None))
             H, own = H[on][:, on], g[on]
             try:
-                w, Q = eigh(H)
+                roots, Q = inverse_roots(H, floor)
             except LinAlgError:
                 self.count_fallback(len(H))
                 step[on] = own / H.diagonal().clamp(min=floor).sqrt()
                 continue
-            noise = torch.finfo(w.dtype).eps * w.max()
-            step[on] = Q @ ((Q.mT @ own) * w.clamp(min=floor).maximum(noise).rsqrt())
+            step[on] = Q @ (roots * (Q.mT @ own))
         self._last[work.number] = (g, step - g)
         return step
 

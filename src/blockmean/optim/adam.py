@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require, require_adamw, require_betas, require_number
 from blockmean.blocks import By
-from blockmean.optim.base import NOT_OPTIONS, arithmetic
+from blockmean.optim.base import NOT_OPTIONS
 from blockmean.optim.correction import CorrectedOptimizer
 from blockmean.optim.passes import FORMS, Rule
 
@@ -54,6 +53,7 @@ class AdamBMA(CorrectedOptimizer):
 
     Cost O(d) per step with coupling "none", which needs no eigendecomposition; state 2d + O(L) numbers.
 
+    >>> import torch
     >>> model = torch.nn.Linear(3, 2)
     >>> optimizer = AdamBMA(model.parameters(), lr=1e-3)
     >>> model(torch.ones(3)).square().sum().backward()
@@ -96,12 +96,6 @@ class AdamBMA(CorrectedOptimizer):
         if ranges:
             require_betas(group["betas"], owner)
             require_number(group["correction_cap"], "correction_cap", owner, optional=True)
-
-    def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        def zeros() -> Tensor:
-            return torch.zeros_like(param, dtype=arithmetic(param.dtype), memory_format=torch.preserve_format)
-
-        return {"step": torch.tensor(0.0, dtype=torch.float32), "exp_avg": zeros(), "exp_avg_sq": zeros()}
 
     def rule(self, group: dict[str, Any]) -> Rule:
         cap = group["correction_cap"]

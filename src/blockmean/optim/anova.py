@@ -83,7 +83,7 @@ from blockmean.optim.decomposition import (
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
 from blockmean.optim.kernels.anova import NativeMatrices, of_device, serves, why_not
 from blockmean.optim.kernels.triton_anova import TritonStep
-from blockmean.optim.refresh import bound_, bounds_of, refresh_, set_factor_, start_, waking
+from blockmean.optim.refresh import bounds_of, refresh_, set_factor_, start_, waking
 from blockmean.optim.sharding import local
 
 
@@ -103,7 +103,7 @@ class Anova(BaseOptimizer):
 
     Args:
         params: parameters, (name, parameter) pairs, or dicts of groups, as for any torch optimizer.
-        lr: learning rate η, a number or a tensor with one element.
+        lr: learning rate η, a number or a tensor with one element. AdamW's serves.
         betas: β₁, β₂, decay of the averages of the gradient and of the square of its remainder.
         mean_beta: β_m, decay of the averages of squared means.
         means: k and q, columns of U (taken over the units, which gives means per input) and of V (over the inputs:
@@ -116,14 +116,14 @@ class Anova(BaseOptimizer):
         maximize: step uphill.
         nonfinite: what to do about a NaN or infinite gradient: "raise" (before anything changes) or "skip" the step.
         capturable: never wait for the device, so that steps can be captured in a CUDA graph: `refresh_every` of them in
-            one graph, after a first one outside. Bad gradients are then skipped, and counted on the device.
+            one graph, after two outside. Bad gradients are then skipped, and counted on the device.
         foreach, fused: how tensors that take AdamW are computed, as in torch.
 
     `amsgrad` and `differentiable` must be False. Cost O((k + q) d) per step; state d + O(k O + q I)
     numbers, half of AdamW's in wide layers.
 
     >>> model = torch.nn.Linear(8, 4)
-    >>> optimizer = Anova(model.parameters(), lr=1e-3)
+    >>> optimizer = Anova(model.parameters())
     >>> model(torch.ones(8)).square().sum().backward()
     >>> optimizer.step()
     """
@@ -133,7 +133,7 @@ class Anova(BaseOptimizer):
     def __init__(
         self,
         params: ParamsT | nn.Module,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor = 2e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -258,22 +258,24 @@ class Anova(BaseOptimizer):
         wanted = group["fused"] or (group["fused"] is None and group["foreach"] is None)
         wanted = wanted and not (group["capturable"] and params[0].is_cpu)  # C++ has no masks
         for i, state in step.states.items():
-            if state["exp_avg"].shape != params[i].shape:
+            shape = params[i].shape
+            if state["exp_avg"].shape != shape:
                 raise ValueError(
                     f"{type(self).__name__} has moments of shape {tuple(state['exp_avg'].shape)} for "
                     f"{shown_names(group)[i]}. Construct the optimizer anew."
                 )
-            asked = means_of(params[i].shape, group["means"])
-            if "unit_means" not in state and any(asked):
-                state = step.states[i] = self._with_means(params[i], group, state)
-            elif "unit_means" in state and counts(state) != asked:
-                raise ValueError(other_means(group, i, state, asked, type(self).__name__))
-            if not any(asked):
+            asked = means_of(shape, group["means"])
+            if "unit_means" in state:
+                if counts(state) != asked:
+                    raise ValueError(other_means(group, i, state, asked, type(self).__name__))
+            elif asked == (0, 0):
                 plain.append(i)
-            elif wanted and state["step"] > state["means_start_step"] and serves(params[i], step.grads[i], state):
-                native.append(i)
+                continue
             else:
-                matrices.append(i)
+                state = step.states[i] = self._with_means(params[i], group, state)
+            has_started = state["step"].item() > state["means_start_step"].item()
+            served = wanted and has_started and serves(params[i], step.grads[i], state)
+            (native if served else matrices).append(i)
         if group["capturable"]:
             self._check_capturable(step, plain)
         batches = batches_of(step, matrices) if matrices else []
@@ -285,7 +287,7 @@ class Anova(BaseOptimizer):
         if kernels:
             step.evidence.append(kernels.read())
         if grads := [step.grads[i] for i in plain]:
-            dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+            dtype = torch.float64 if torch.float64 in {grad.dtype for grad in grads} else torch.float32
             step.evidence.append(torch.stack(torch._foreach_norm(grads, dtype=dtype)).square())
         step.sums = sharded_sums(step, batches) if step.is_sharded else []
         step.work = plain, batches, native, kernels
@@ -303,16 +305,19 @@ class Anova(BaseOptimizer):
     def _kernels(self, step: GroupStep, indices: list[int]) -> NativeMatrices | TritonStep:
         """Matrices that kernels take through a step: C++ on a CPU, Triton on a GPU."""
         group, states, (beta1, beta2) = step.group, [step.states[i] for i in indices], step.group["betas"]
-        numbers = [numbers_of(group, state) for state in states]
-        rule = {"beta1": beta1, "beta2": beta2, "lr": numbers[0].lr, "sign": -1.0 if group["maximize"] else 1.0}
+        ages = [(state["step"].item(), state["means_start_step"].item()) for state in states]
+        known = {age: numbers_of(group, state) for age, state in dict(zip(ages, states, strict=True)).items()}
+        bounds = {age: bounds_of(one) if one.refreshes else (math.inf, math.inf) for age, one in known.items()}
+        sign = -1.0 if group["maximize"] else 1.0
+        rule = {"beta1": beta1, "beta2": beta2, "lr": known[ages[0]].lr, "sign": sign}
         kept = self.__dict__.setdefault("_kept", {}).setdefault(step.number, {})  # no copy of an optimizer has it
         return of_device(step.params[indices[0]].device)(
             [step.params[i] for i in indices],
             [step.grads[i] for i in indices],
             states,
             {**rule, **{name: group[name] for name in ("mean_beta", "weight_decay", "eps")}},
-            [one.refreshes for one in numbers],
-            [bounds_of(one) if one.refreshes else (math.inf, math.inf) for one in numbers],
+            [known[age].refreshes for age in ages],
+            [bounds[age] for age in ages],
             kept,
         )
 
@@ -331,7 +336,7 @@ class Anova(BaseOptimizer):
             count_(batch.matrices.means, batch.matrices.numbers)
         starting = [batch for batch in batches if batch.matrices.numbers.is_first]
         if starting:
-            self._start(starting)
+            start_(starting, reducer(starting))
         found = [
             sums_of_squares(b.matrices.means.U, b.matrices.means.V, b.products, b.matrices.gradients) for b in batches
         ]
@@ -358,7 +363,7 @@ class Anova(BaseOptimizer):
             return []
         left = [native[i] for i in kernels.write(step.ok)]
         if counters := [step.states[i]["step"] for i in native if i not in left]:
-            torch._foreach_add_(counters, 1)
+            torch._foreach_add_(counters, torch.tensor(1.0, device="cpu"), alpha=1.0)  # faster than a number
         batches = batches_of(step, left) if left else []
         for batch in batches:
             batch.products = project(batch.matrices.gradients, batch.matrices.means.U, batch.matrices.means.V)
@@ -383,7 +388,7 @@ class Anova(BaseOptimizer):
         ]
         if step.is_sharded:
             lists = [[local(x) for x in values] for values in lists]
-        if any(x.dtype != arithmetic(x.dtype) for x in params):
+        if not {x.dtype for x in params} <= {torch.float32, torch.float64}:
             lists[:2] = map(exact, lists[:2])
         # torch's fused form takes memory as it lies, so only what lies alike may go there.
         fused = bool(asked) and all(all(map(Tensor.is_contiguous, values)) for values in lists)
@@ -408,34 +413,6 @@ class Anova(BaseOptimizer):
         )
         if thetas[0] is not params[0]:
             torch._foreach_copy_(params, thetas)
-
-    def _start(self, batches: list[Batch]) -> None:
-        """Let means start in this step, unless a gradient is zero: nothing can be learned from it."""
-        reduce, matrices = reducer(batches), [batch.matrices for batch in batches]
-        start_(matrices, reduce)
-        products = [project(m.gradients, m.means.U, m.means.V) for m in matrices]
-        products += [project(m.averages, m.means.U, m.means.V) for m in matrices]
-        squares = [batch.adamw_squares() for batch in batches]
-        totals = [rows.sum(-1) for rows in squares]
-        sums = sums_of(products)
-        reduce({**sums, "inputs": sums["inputs"] + squares, "both": sums["both"] + totals})
-        for batch, own, rows, total in zip(batches, products, squares, totals, strict=False):
-            batch.products = own
-            sizes = batch.matrices.sizes
-            batch.matrices.means.v.E.add_(rows / sizes.inputs)  # zero so far, or AdamW's of an earlier try to start
-            for variance in (batch.matrices.means.variance, batch.matrices.means.rest_variance):
-                variance.add_(total / sizes.entries)
-            for state, length in zip(batch.states, own.total.unbind(), strict=True):
-                state.pop("exp_avg_sq", None)
-                if not bool(length > 0):
-                    state["means_start_step"].fill_(batch.matrices.numbers.step)
-        if any(m.numbers.step > 1 for m in matrices):
-            of_averages = products[len(batches) :]
-            for m, (MV, UM, K, *_) in zip(matrices, of_averages, strict=True):
-                m.means.MV.copy_(MV)
-                m.means.UM.copy_(UM)
-                m.means.K.copy_(K)
-            bound_(matrices, of_averages, reduce)
 
     @torch.no_grad()
     def block_statistics(self) -> list[MeanStatistics]:

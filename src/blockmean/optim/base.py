@@ -414,10 +414,10 @@ def completed(optimizer: BaseOptimizer, group: dict[str, Any], saved: dict[str, 
 def require_state(
     group: dict[str, Any], states: Mapping[int, State], names: Mapping[int, Sequence[str]], owner: str
 ) -> None:
-    """Raise unless every state that has begun has the named tensors, of its parameter's shape."""
+    """Raise unless every state that is not empty has the named tensors, of its parameter's shape."""
     params = distinct(group)
     for i, state in states.items():
-        missing = [name for name in names[i] if name not in state] if "step" in state else []
+        missing = [name for name in names[i] if name not in state] if state else []
         if missing:
             raise ValueError(
                 f"The checkpoint is not one of {owner}: the state of parameter {i} lacks {', '.join(missing)}; "

@@ -4,7 +4,7 @@
     (base.py completes the sums of sharded parameters and checks that all are finite)
     update_      statistics between blocks → numbers per block → state and parameters
 
-An optimizer implements `init_state`, `block_sums`, `update_` and `matrices`.
+An optimizer implements `block_sums`, `update_` and `matrices`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -23,9 +22,9 @@ from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require, require_choice
 from blockmean._linalg import float64_device
-from blockmean.blocks import BY, By, NamedParameters, TensorBlocks, cut, outputs_of
+from blockmean.blocks import BY, By, TensorBlocks, cut, outputs_of
 from blockmean.optim.base import BaseOptimizer, GroupStep, State, distinct, given_names, shown_names, state_of
-from blockmean.optim.inspection import BlockStatistics, eigenvalues_of
+from blockmean.optim.inspection import BlockStatistics
 from blockmean.optim.layout import COUPLINGS, Component, Layout, LocalBlocks
 from blockmean.optim.sharding import Sum, local, reduce, sides_of
 from blockmean.optim.statistics import KINDS, arrange, check_places, statistics
@@ -49,11 +48,10 @@ class BlockStep:
     grads: list[Tensor | None]  # None: only counts in a block that it shares with others
     own: list[State]  # the state of each
     steps: list[int]  # this one included
-    present: Tensor | None = None  # which blocks take part, (L,); None: all
+    present: Tensor | None = None  # which blocks take part, (L,) on the CPU; None: all
     index: Tensor | None = None  # the block of every column; None if columns are the blocks of the group
-    partial: list[Tensor] = field(default_factory=list)  # what adds up to `sums` once processes have added theirs
-    sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L)
     columns: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # of pass 1
+    sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L), complete
     is_finite: bool = False  # whether all sums are known to be
     runs: list[Any] = field(default_factory=list)  # what `block_sums` hands on to `update_`
 
@@ -62,6 +60,10 @@ class BlockStep:
         if self.layout.is_sharded:
             return [None if (x := state.get(name)) is None else local(x) for state in self.own]
         return [state.get(name) for state in self.own]
+
+    def present_among(self, blocks: Any) -> Tensor | None:
+        """Which of some blocks take part; None: all."""
+        return None if self.present is None else self.present.to(self.layout.device, non_blocking=True)[blocks]
 
     def to_columns(self, values: Tensor) -> Tensor:
         """Numbers per block of the group as numbers per column."""
@@ -89,7 +91,7 @@ class BlockMeanOptimizer(BaseOptimizer):
     def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
         self.diagonal_fallbacks = 0
         self._layouts: list[Layout] = []  # one per group
-        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # the last step of a group along its blocks
+        self._last: dict[int, tuple[Tensor, Tensor] | Tensor] = {}  # `common` and `change` of a group's last step
         self._partition: By | None = defaults.get("partition")
         if callable(self._partition):  # groups and defaults must stay picklable
             defaults["partition"] = "custom"
@@ -117,6 +119,9 @@ class BlockMeanOptimizer(BaseOptimizer):
         """Whether A_ii is the energy of a block along its mean, in units of the gradient's own size."""
         return False
 
+    def init_state(self, param: Tensor, group: dict[str, Any]) -> State:
+        return {"step": torch.tensor(0.0, dtype=torch.float32)}
+
     def check_options(self, group: dict[str, Any], *, ranges: bool) -> None:
         super().check_options(group, ranges=ranges)
         if "coupling" in group:
@@ -126,17 +131,20 @@ class BlockMeanOptimizer(BaseOptimizer):
 
     def read(self, step: GroupStep) -> None:
         work = step.work = self._begin(step)
-        work.columns = columns = self.block_sums(work)
-        work.partial = [work.to_blocks(columns)]
-        if work.layout.is_sharded:  # apart for every set of processes, which add theirs
+        work.columns = self.block_sums(work)
+        if not work.layout.is_sharded:
+            step.sums = [Sum(work.to_blocks(work.columns), ())]
+        else:  # apart for every set of processes, which add theirs
             over = [sides_of(param).both for param in step.params]
-            partial = {groups: torch.zeros_like(work.partial[0]) for groups in over}
-            for member, own in zip(work.members, columns.split([m.cut.count for m in work.members], 1), strict=True):
-                partial[over[member.tensor]][:, member.blocks] += own
-            step.sums = [Sum(x, groups) for groups, x in partial.items() if groups]
-            work.partial = list(partial.values())
+            shape = len(work.columns), work.layout.num_blocks
+            step.sums = [Sum(work.columns.new_zeros(shape), groups) for groups in dict.fromkeys(over)]
+            into = {groups: value for value, groups in step.sums}
+            own = work.columns.split([member.cut.count for member in work.members], 1)
+            for member, sums in zip(work.members, own, strict=True):
+                into[over[member.tensor]][:, member.blocks] += sums
         if work.layout.is_sharded or not work.is_finite:
-            step.evidence = [*work.partial, *(x[0].square() for x in work.partial)]  # U holds squares
+            values = [one.value for one in step.sums]
+            step.evidence = [*values, *(x[0].square() for x in values)]  # U holds squares
 
     def write(self, steps: list[GroupStep]) -> None:
         busy = [step for step in steps if step.states]
@@ -144,8 +152,8 @@ class BlockMeanOptimizer(BaseOptimizer):
         if counters:
             torch._foreach_add_(counters, torch.tensor(1.0, device="cpu"), alpha=1.0)
         for step in busy:
-            step.work.sums = functools.reduce(torch.add, step.work.partial)
             if step.work.members or step.work.layout.is_sharded:
+                step.work.sums = functools.reduce(torch.add, [one.value for one in step.sums])
                 self.update_(step.work)
 
     def _begin(self, step: GroupStep) -> BlockStep:
@@ -155,34 +163,22 @@ class BlockMeanOptimizer(BaseOptimizer):
             touched = {layout.starts[i] for i in states if layout.counts[i]}
             others = [i for i in layout.component_of if i not in states and layout.starts[i] in touched]
             states = {**states, **{i: state_of(self, step.params[i], step.group) for i in others}}
-        members, complete = layout.local, len(states) == len(step.params)
-        if not complete:
-            members = [member for member in members if member.tensor in states]
-            complete = all(i in states for i, count in enumerate(layout.counts) if count)
+        is_complete = all(i in states for i in layout.order)
+        members = layout.local if is_complete else [member for member in layout.local if member.tensor in states]
         order = [member.tensor for member in members]
         params = [step.params[i] for i in order]
-        grads = [step.grads.get(i) for i in order]
-        own = [states[i] for i in order]
-        work = BlockStep(
-            step.number,
-            step.group,
-            layout,
-            step.states,
-            members,
-            params=[local(param) for param in params] if layout.is_sharded else params,
-            grads=grads,
-            own=own,
-            steps=[int(state["step"].item()) + (g is not None) for state, g in zip(own, grads, strict=True)],
-        )
-        if not complete or layout.is_shared or layout.is_sharded:
-            every = [range(member.blocks.start, member.blocks.stop) for member in members]
-            index = torch.tensor(list(chain.from_iterable(every)), dtype=torch.int64, device="cpu")
-            work.index = index.to(layout.device, non_blocking=True)
-        if not complete:
-            present = torch.zeros(layout.num_blocks, dtype=torch.bool, device="cpu")
+        if layout.is_sharded:
+            params = [local(param) for param in params]
+        grads, own = [step.grads.get(i) for i in order], [states[i] for i in order]
+        steps = [int(state["step"].item()) + (grad is not None) for state, grad in zip(own, grads, strict=True)]
+        work = BlockStep(step.number, step.group, layout, step.states, members, params, grads, own, steps)
+        if not is_complete or layout.is_shared or layout.is_sharded:
+            index = [block for member in members for block in range(member.blocks.start, member.blocks.stop)]
+            work.index = torch.tensor(index, dtype=torch.int64, device="cpu").to(layout.device, non_blocking=True)
+        if not is_complete:
+            work.present = torch.zeros(layout.num_blocks, dtype=torch.bool, device="cpu")
             for i in states:
-                present[layout.starts[i] : layout.starts[i] + layout.counts[i]] = True
-            work.present = present.to(layout.device, non_blocking=True)
+                work.present[layout.starts[i] : layout.starts[i] + layout.counts[i]] = True
         return work
 
     def statistics(
@@ -219,22 +215,21 @@ class BlockMeanOptimizer(BaseOptimizer):
             self.read(step)
             reduce(step.sums)
             work: BlockStep = step.work
-            work.sums = functools.reduce(torch.add, work.partial)
+            work.sums = functools.reduce(torch.add, [one.value for one in step.sums])
             common, change = self._last.get(number, (None, None))
             for component, A in self.matrices(work):
-                blocks = torch.arange(work.layout.num_blocks)[component.blocks]
+                blocks = torch.arange(work.layout.num_blocks)[component.blocks].tolist()
                 found.append(
                     BlockStatistics(
                         group=number,
                         coupling=component.name,
-                        names=[work.layout.names[i] for i in blocks.tolist()],
-                        parameters=[work.layout.owners[i] for i in blocks.tolist()],
+                        names=[work.layout.names[i][0] for i in blocks],
+                        parameters=[work.layout.names[i][1] for i in blocks],
                         sizes=work.layout.sizes[blocks],
                         A=A,
-                        eigenvalues=eigenvalues_of(A),
-                        is_normalised=self.is_normalised(group),
                         common=None if common is None else common[component.blocks].clone(),
                         change=None if change is None else change[component.blocks].clone(),
+                        is_normalised=self.is_normalised(group),
                     )
                 )
         return found
@@ -243,12 +238,8 @@ class BlockMeanOptimizer(BaseOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, or a module, optionally with its own partition, coupling and other options."""
-        outputs: dict[Tensor, int | Tensor] = {}
         params = param_group.get("params") if isinstance(param_group, dict) else None
-        if isinstance(params, nn.Module):
-            outputs = outputs_of(params)
-        elif isinstance(params, NamedParameters):
-            outputs = params.outputs
+        outputs = outputs_of(params) if isinstance(params, nn.Module) else getattr(params, "outputs", {})
         super().add_param_group(param_group)
         try:
             group, owner = self.param_groups[-1], type(self).__name__
@@ -277,10 +268,10 @@ class BlockMeanOptimizer(BaseOptimizer):
         """The blocks of the parameters of a group, for a group with these options."""
         current, owner = self.param_groups[number], type(self).__name__
         params, named = distinct(current), all(given_names(current))
-        partition, coupling = group.get("partition", "element"), group.get("coupling", "all")
-        options = self.layout_options({**group, "params": params})
+        by, coupling = group.get("partition", "element"), group.get("coupling", "all")
         with torch.device("cpu"):
-            return Layout(cuts, params, partition, coupling, owner, group=number, named=named, **options)
+            options = self.layout_options({**group, "params": params})
+            return Layout(cuts, params, by, coupling, owner, group=number, named=named, **options)
 
     def _layout(self, step: GroupStep) -> Layout:
         """The layout of a group; another one if wrappers have put other tensors into the place of its parameters."""
@@ -314,8 +305,8 @@ class BlockMeanOptimizer(BaseOptimizer):
     # ---------------------------------------------------------------- saving and loading
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("diagonal_fallbacks", "_layouts")
-        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
+        own = {"diagonal_fallbacks": self.diagonal_fallbacks, "_layouts": self._layouts}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -327,12 +318,11 @@ class BlockMeanOptimizer(BaseOptimizer):
             layout.params = []  # look again at what it is used for
 
     def adopt(self, param: Tensor, name: str, value: Tensor) -> Tensor:
-        kind = "mask" if name == "blocks" else KINDS.get(name)
-        if kind is None:
-            return super().adopt(param, name, value)
-        if kind == "mask":
+        if name == "blocks" or KINDS.get(name) == "mask":
             return value.detach().to("cpu", copy=True)
-        return value.detach().to(float64_device(param.device), torch.float64, copy=True)
+        if name in KINDS:
+            return value.detach().to(float64_device(param.device), torch.float64, copy=True)
+        return super().adopt(param, name, value)
 
     def check_state(self, number: int, group: dict[str, Any], states: Mapping[int, State]) -> None:
         owner, current = type(self).__name__, self.param_groups[number]

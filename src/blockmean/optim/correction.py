@@ -9,23 +9,22 @@ take exactly the step of the principal submatrix without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from blockmean._checks import require, require_number
-from blockmean._linalg import LinAlgError, inverse_root_minus_identity, times
+from blockmean._linalg import LinAlgError, inverse_roots
 from blockmean.blocks import TensorBlocks
 from blockmean.optim import kernels
-from blockmean.optim.base import State, require_state, shown_names
+from blockmean.optim.base import State, arithmetic, require_state, shown_names
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep
 from blockmean.optim.kernels import CACHED_BYTES, Native, geometry_of, serve_all, why_not_native
-from blockmean.optim.layout import Component
+from blockmean.optim.layout import Component, Layout
 from blockmean.optim.passes import FORMS, MOST_ENTRIES, SMALLEST_LAMBDA, Foreach, Form, Rule, alike
 from blockmean.optim.sharding import local
-from blockmean.optim.statistics import begin_alone
 
 BEGUN = {"U", "energy", "blocks"}
 """State of blocks that are solved one by one."""
@@ -38,10 +37,10 @@ def accumulate_(U: Tensor, u: Tensor, beta: float | None, present: Tensor | None
     blocks unchanged and keeps U positive semi-definite; freezing whole rows would not. `present` is None if all blocks
     take part.
     """
-    if beta is None:
-        U.addcmul_(u, u) if U.ndim == 1 else U.addr_(u, u)
-    elif U.ndim == 1:
+    if U.ndim == 1:
         average_(U, u * u, beta, present)
+    elif beta is None:
+        U.addr_(u, u)
     elif present is None:
         U.mul_(beta).addr_(u, u, alpha=1 - beta)
     else:
@@ -50,13 +49,12 @@ def accumulate_(U: Tensor, u: Tensor, beta: float | None, present: Tensor | None
 
 
 def average_(x: Tensor, value: Tensor, beta: float | None, present: Tensor | None) -> None:
-    """x ← x + value, or x ← β x + (1 − β) value, for the blocks that take part; the rest of x stays, (L,)."""
+    """x ← x + value, or x ← β x + (1 − β) value, (L,); blocks that sit out keep theirs, and have value 0."""
     if beta is None:
         x.add_(value)
-    elif present is None:
-        x.mul_(beta).add_(value, alpha=1 - beta)
     else:
-        x.copy_(torch.where(present, x * beta + (1 - beta) * value, x))
+        keep = beta if present is None else torch.ones_like(x).masked_fill_(present, beta)
+        x.mul_(keep).add_(value, alpha=1 - beta)
 
 
 def normalised(U: Tensor, n: Tensor, keep_diagonal: bool) -> Tensor:
@@ -70,9 +68,9 @@ def normalised(U: Tensor, n: Tensor, keep_diagonal: bool) -> Tensor:
     return A
 
 
-def balance(U: Tensor, n: Tensor, sizes: Tensor) -> Tensor:
+def balance(A: Tensor, sizes: Tensor) -> Tensor:
     """κ_i = λ_i^-½ with λ_i = (s_i − A_ii) / (s_i − 1), between 1 and 1 / √SMALLEST_LAMBDA, (L,)."""
-    own = ((U if U.ndim == 1 else U.diagonal()) / n / n).masked_fill_(n == 0, 1).clamp_(min=1)
+    own = (A if A.ndim == 1 else A.diagonal()).clamp(min=1)
     lam = (sizes - own) / (sizes - 1).clamp_(min=1)
     return lam.clamp_(min=SMALLEST_LAMBDA).rsqrt_().masked_fill_(sizes <= 1, 1)
 
@@ -83,13 +81,14 @@ def capped(c: Tensor, diagonal: Tensor, weight: Tensor, cap: float) -> Tensor:
     return torch.where(weight > 0, c.clamp(-limit, limit), 0.0)
 
 
-def measures(work: BlockStep, form: Form) -> tuple[Tensor, Tensor]:
-    """The current n of every block (0: the block sits out), and the scale of the form, (L,)."""
-    if form.is_weighted:
-        n = work.sums[2].sqrt()
-        return n, (1 / n).masked_fill_(n == 0, 0)
-    n = work.sums[1]
-    return n, work.layout.sizes.to(n, non_blocking=True).rsqrt().masked_fill_(n == 0, 0)
+def measure(work: BlockStep, form: Form) -> Tensor:
+    """The current n of every block, (L,); 0: the block sits out."""
+    return work.sums[2].sqrt() if form.is_weighted else work.sums[1]
+
+
+def matrix(form: Form, part: dict[str, Tensor], n: Tensor) -> Tensor:
+    """A of a component, whose n this is. Weighted forms divide by the squares that U has seen."""
+    return normalised(part["U"], part["energy"].sqrt() * (n > 0) if form.is_weighted else n, form.keeps_diagonal)
 
 
 class CorrectedOptimizer(BlockMeanOptimizer):
@@ -101,6 +100,11 @@ class CorrectedOptimizer(BlockMeanOptimizer):
     def rule(self, group: dict[str, Any]) -> Rule:
         """The method that the options of a group select."""
         raise NotImplementedError
+
+    def init_state(self, param: Tensor, group: dict[str, Any]) -> State:
+        options: Any = {"dtype": arithmetic(param.dtype), "memory_format": torch.preserve_format}
+        moments = {name: torch.full_like(param, self.rule(group).initial, **options) for name in self.entry_state}
+        return {**super().init_state(param, group), **moments}
 
     def is_normalised(self, group: dict[str, Any]) -> bool:
         return self.rule({**group, "correction": True}).form.is_weighted
@@ -126,14 +130,12 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         decompositions = 1 / group["refresh_every"] if group["correction"] else 0.0
         return {"leave_plain": True, "decompositions": decompositions}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        group, layout = self.param_groups[-1], self._layouts[-1]
+    def _make_layout(self, number: int, cuts: Sequence[TensorBlocks], group: dict[str, Any]) -> Layout:
+        layout = super()._make_layout(number, cuts, group)
         for member in layout.local if group["fused"] else ():
             if reason := why_not_native(local(layout.params[member.tensor]), None, (), member.cut):
-                self.param_groups.pop()
-                self._layouts.pop()
-                raise RuntimeError(self._cannot_serve(group, member.tensor, reason))
+                raise RuntimeError(self._cannot_serve(self.param_groups[number], member.tensor, reason))
+        return layout
 
     # ---------------------------------------------------------------- pass 1
 
@@ -142,6 +144,7 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         layout, rule = work.layout, self.rule(work.group)
         plain = rule._replace(form=FORMS["none"])
         cuts = [member.cut for member in work.members]
+        counts = [cut.count for cut in cuts]
         *first, second = moments = [work.moments(name) for name in self.entry_state]
         shapes = self._shapes(work, moments, cuts)
         corrected = [rule.form.rows > 1 and member.is_corrected for member in work.members]
@@ -151,20 +154,15 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             for shape, moment, is_corrected in zip(shapes, second, corrected, strict=True)
             if is_corrected
         )
-        counts = [cut.count for cut in cuts]
         columns = torch.zeros(rule.form.rows, sum(counts), dtype=torch.float64, device=layout.device)
-        keys = [
-            (param.dtype, step, grad is None, is_corrected, shape is None)
-            for param, step, grad, is_corrected, shape in zip(
-                work.params, work.steps, work.grads, corrected, shapes, strict=True
-            )
-        ]
+        dtypes, without = [param.dtype for param in work.params], [grad is None for grad in work.grads]
+        by_torch = [shape is None for shape in shapes]
+        keys = list(zip(dtypes, work.steps, without, corrected, by_torch, strict=True))
         sizes = [cut.entries if shape is None else 0 for cut, shape in zip(cuts, shapes, strict=True)]
         start, work.is_finite = 0, True
         for own in alike(keys, sizes, MOST_ENTRIES.get(layout.params[0].device.type, 2**28)):
             i, stop = own.start, start + sum(counts[own])
-            kind = Foreach if shapes[i] is None else Native
-            run = kind(
+            run = (Foreach if by_torch[i] else Native)(
                 rule if corrected[i] else plain,
                 work.steps[i],
                 work.params[own],
@@ -209,92 +207,80 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         rule = self.rule(work.group)
         self._last.pop(work.number, None)
         c = kappa = None
-        alone = any(run.by_block for run in work.runs)
-        if rule.form.rows > 1 and not alone and not work.states.keys().isdisjoint(work.layout.component_of):
+        if any(run.by_block for run in work.runs):
+            members = zip(work.members, work.own, strict=True)
+            if not all(state.keys() >= BEGUN for member, state in members if member.is_corrected):
+                list(self.statistics(work, ["U", "energy"], rule.initial))  # starts what is missing
+        elif rule.form.rows > 1 and not work.states.keys().isdisjoint(work.layout.component_of):
             c, kappa = (None if x is None else work.to_columns(x) for x in self._solve(work, rule))
         i = j = 0
         for run in work.runs:
-            tensors, columns = slice(i, i := i + len(run.params)), slice(j, j := j + run.sums.shape[1])
+            states, columns = work.own[i : (i := i + len(run.params))], slice(j, j := j + run.sums.shape[1])
             if run.by_block:
-                for member, state in zip(work.members[tensors], work.own[tensors], strict=True):
-                    if not state.keys() >= BEGUN:
-                        begin_alone(work.layout, member.tensor, state, rule.initial)
-                run.solve_and_apply_(*([state[name] for state in work.own[tensors]] for name in ("U", "energy")))
+                run.solve_and_apply_(*([state[name] for state in states] for name in ("U", "energy")))
+                self._last[work.number] = work.to_blocks(work.columns)[2:]
             elif run.rule.form.rows > 1:
                 run.apply_(*(None if x is None else x[columns] for x in (c, kappa)))
             else:
                 run.apply_(None, None)
-        if alone:
-            _, _, common, change = work.to_blocks(work.columns)
-            self._last[work.number] = common, change
 
     def _solve(self, work: BlockStep, rule: Rule) -> tuple[Tensor | None, Tensor | None]:
         """c and κ, one number each per block, (L,); κ is None if it is 1 everywhere.
 
         Both are None if all eigendecompositions fail: then the step is that of the diagonal method bit by bit.
         """
-        form, u = rule.form, work.sums[0]
+        form, beta, n = rule.form, None if rule.betas is None else rule.betas[1], measure(work, rule.form)
         names = ["U", "energy"] if form.is_weighted else ["U"]
         if work.group["refresh_every"] > 1 and not work.layout.is_diagonal:  # a diagonal has nothing to decompose
             names += ["root", "root_of"]
-        n, scale = measures(work, form)
-        common = scale * (u if form.takes_raw_sums else work.sums[3 if form.is_weighted else 2])
-        change, kappa = torch.zeros_like(common), torch.ones_like(common)
-        beta, failed = None if rule.betas is None else rule.betas[1], True
+        sizes = work.layout.sizes.to(n, non_blocking=True)
+        scale = (1 / n if form.is_weighted else sizes.rsqrt()).masked_fill_(n == 0, 0)
+        common = scale * work.sums[form.projection]
+        change, kappa = torch.zeros_like(common), torch.ones_like(common) if form.keeps_trace else None
+        failed = True
         for component, part in self.statistics(work, names, rule.initial):
-            blocks = component.blocks
-            present = None if work.present is None else work.present[blocks]
-            accumulate_(part["U"], u[blocks], beta, present)
-            own = n[blocks]
+            blocks, present = component.blocks, work.present_among(component.blocks)
+            accumulate_(part["U"], work.sums[0][blocks], beta, present)
             if form.is_weighted:
                 average_(part["energy"], work.sums[1][blocks], beta, present)
-                own = part["energy"].sqrt() * (own > 0)
-            root = self._root(work, rule, component, part, own)
-            if root is None:
+            A = matrix(form, part, n[blocks])
+            try:
+                change[blocks] = self._change(work, rule, component, part, A, common[blocks])
+            except LinAlgError:
+                self.count_fallback(len(A))
                 continue
             failed = False
-            change[blocks] = times(root, common[blocks])
-            if form.keeps_trace:
-                kappa[blocks] = balance(part["U"], own, work.layout.sizes[blocks].to(own, non_blocking=True))
+            if kappa is not None:
+                kappa[blocks] = balance(A, sizes[blocks])
         self._last[work.number] = (common, change)
         if failed:
             return None, None
-        c = scale * torch.addcmul(change, 1 - kappa, common)
-        if form.rows == 6:
-            c = capped(c, work.sums[4], work.sums[5], rule.cap)
-        return c, kappa if form.keeps_trace else None
+        c = scale * (change if kappa is None else torch.addcmul(change, 1 - kappa, common))
+        return capped(c, work.sums[4], work.sums[5], rule.cap) if form.rows == 6 else c, kappa
 
-    def _root(
-        self, work: BlockStep, rule: Rule, component: Component, part: dict[str, Tensor], n: Tensor
-    ) -> Tensor | None:
-        """A^-½ − I, or the stored one if no refresh is due; None if the eigendecomposition fails."""
-        layout = work.layout
-        if "root" in part:
-            present = torch.zeros(len(n), dtype=torch.bool, device="cpu")
-            moving = [i for i in component.members if i in work.states]
-            for i in moving:
-                first = layout.starts[i] - component.blocks.start
-                present[first : first + layout.counts[i]] = True
-            is_due = any((int(work.states[i]["step"]) - 1) % work.group["refresh_every"] == 0 for i in moving)
-            if not is_due and torch.equal(part["root_of"], present):
-                return part["root"]
+    def _change(
+        self, work: BlockStep, rule: Rule, component: Component, part: dict[str, Tensor], A: Tensor, common: Tensor
+    ) -> Tensor:
+        """(A^-½ − I) common, (L,), with the stored root if no refresh is due."""
+        if A.ndim == 1:
+            return (A.clamp(min=rule.floor).rsqrt() - 1) * common
+        if "root" not in part:
+            roots, Q = inverse_roots(A, rule.floor)
+            return Q @ ((roots - 1) * (Q.mT @ common))
+        present = torch.ones(len(A), dtype=torch.bool, device="cpu")
+        if work.present is not None:
+            present = work.present[component.blocks]
+        steps = [int(work.states[i]["step"]) for i in component.members if i in work.states]
+        is_due = any((step - 1) % work.group["refresh_every"] == 0 for step in steps)
+        if is_due or not torch.equal(part["root_of"], present):
+            part["root_of"].zero_()  # if this fails, the next step tries again
+            roots, Q = inverse_roots(A, rule.floor)
+            part["root"].copy_((Q * (roots - 1)) @ Q.mT)
             part["root_of"].copy_(present)
-        A = normalised(part["U"], n, rule.form.keeps_diagonal)
-        try:
-            root = inverse_root_minus_identity(A, rule.floor)
-        except LinAlgError:
-            self.count_fallback(len(A))
-            if "root" in part:
-                part["root_of"].zero_()  # so that the next step tries again
-            return None
-        if "root" in part:
-            part["root"].copy_(root)
-        return root
+        return part["root"] @ common
 
     def matrices(self, work: BlockStep) -> Iterator[tuple[Component, Tensor]]:
         form = self.rule(work.group).form
-        n, _ = measures(work, form)
+        n = measure(work, form)
         for component, part in self.statistics(work, ["U", "energy"] if form.is_weighted else ["U"], keep=False):
-            own = n[component.blocks]
-            own = part["energy"].sqrt() * (own > 0) if form.is_weighted else own
-            yield component, normalised(part["U"], own, form.keeps_diagonal)
+            yield component, matrix(form, part, n[component.blocks])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +36,6 @@ class BlockStatistics:
     """Entries of each block, (L,)."""
     A: Tensor
     """(L, L), or its diagonal (L,) with coupling "none". A diagonal method assumes the identity."""
-    eigenvalues: Tensor
-    """Of A, ascending, (L,)."""
     common: Tensor | None
     """The uncorrected step along what a block's entries share, (L,); None before a step."""
     change: Tensor | None
@@ -48,6 +47,11 @@ class BlockStatistics:
     def diagonal(self) -> Tensor:
         """A_ii, (L,)."""
         return self.A if self.A.ndim == 1 else self.A.diagonal()
+
+    @cached_property
+    def eigenvalues(self) -> Tensor:
+        """Of A, ascending, (L,)."""
+        return self.A.sort().values if self.A.ndim == 1 else torch.linalg.eigvalsh(self.A)
 
     @property
     def condition(self) -> float:
@@ -193,22 +197,11 @@ def mean_statistics(number: int, name: str, shape: tuple[int, int], means: Means
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table: the first column to the left, the others to the right."""
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width[c]) if c == 0 else cell.rjust(width[c]) for c, cell in enumerate(row))
-        for row in rows
-    ]
-
-
-def eigenvalues_of(A: Tensor) -> Tensor:
-    """Ascending eigenvalues of a symmetric matrix, or of the diagonal matrix that a vector represents."""
-    if A.ndim == 1:
-        return A.sort().values
-    values: Tensor = torch.linalg.eigvalsh(A)
-    return values
+    return ["  ".join([first.ljust(width[0]), *map(str.rjust, others, width[1:])]) for first, *others in rows]
 
 
 FEW_STEPS = 20
-# Shares of gradient energy: thresholds between tasks measured with and without the correction (docs/optimizers.md).
+# Shares of gradient energy: thresholds between tasks measured with and without the correction (optimizers/adam-bma.md).
 LITTLE, MUCH = 0.1, 0.2
 
 

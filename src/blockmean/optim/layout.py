@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockmean._checks import require_choice
 from blockmean._linalg import float64_device
-from blockmean.blocks import TensorBlocks, first_blocks, named_blocks
+from blockmean.blocks import TensorBlocks, first_blocks
 from blockmean.optim.sharding import box_of, is_distributed
 
 COUPLINGS = ("all", "module", "none")
@@ -63,7 +62,6 @@ class Layout:
         decompositions: float = 0.0,
         max_bytes: int | None = MATRIX_LIMIT,
     ) -> None:
-        require_choice(coupling, COUPLINGS, "coupling", owner)
         if coupling == "module" and not named:
             raise ValueError(f"{owner}(coupling='module') needs names. Pass model.named_parameters().")
         self.tensors, self.partition, self.coupling = list(tensors), partition, coupling
@@ -88,9 +86,9 @@ class Layout:
             blocks = slice(self.starts[members[0]], max(self.starts[i] + self.counts[i] for i in members))
             self.components.append(Component(name, members, blocks))
         self.component_of = {i: c for c, component in enumerate(self.components) for i in component.members}
-        self._order = [i for i in order if self.counts[i]]
-        self.is_shared = len({self.starts[i] for i in self._order}) < len(self._order)
-        self.is_sharded = any(is_distributed(params[i]) for i in self._order)
+        self.order = [i for i in order if self.counts[i]]  # tensors, as their blocks are numbered; not those without
+        self.is_shared = len({self.starts[i] for i in self.order}) < len(self.order)
+        self.is_sharded = any(is_distributed(params[i]) for i in self.order)
         self._refuse_large(owner, decompositions, max_bytes)
 
     def _grouped(self) -> dict[tuple[str, object], list[int]]:
@@ -124,7 +122,7 @@ class Layout:
     def local(self) -> list[LocalBlocks]:
         """What this process has of every tensor, in the order of blocks; nothing of those that are empty here."""
         found = []
-        for i in self._order:
+        for i in self.order:
             box = box_of(self.params[i])
             cut, first = (self.cuts[i], 0) if box is None else self.cuts[i].box(box)
             start = self.starts[i] + first
@@ -150,23 +148,18 @@ class Layout:
     def fingerprint(self) -> str:
         """A short text that depends only on the partition, not on names or the order of tensors."""
         together: dict[int, list[int]] = {}
-        for i in self._order:
+        for i in self.order:
             together.setdefault(self.starts[i], []).append(self.tensors[i].digest)
         digest = hashlib.sha256(repr(sorted(sorted(group) for group in together.values())).encode()).hexdigest()
         entries = sum(tensor.entries for tensor in self.tensors)
         return f"{self.num_blocks} blocks of {entries} entries, sha256 {digest[:16]}"
 
     @cached_property
-    def names(self) -> list[str]:
-        """The name of every block."""
-        return [name for name, _ in named_blocks([self.cuts[i] for i in self._order])]
-
-    @cached_property
-    def owners(self) -> list[str]:
-        """The parameter, or the merged group of parameters, of every block."""
-        owners = [""] * self.num_blocks
-        for i in self._order:
-            tensor, start = self.cuts[i], self.starts[i]
-            for block in range(start, start + tensor.count):
-                owners[block] = tensor.key[1] if tensor.key else tensor.name
-        return owners
+    def names(self) -> list[tuple[str, str]]:
+        """The name of every block, and that of its parameter, or of the group of parameters that were merged."""
+        found = {}
+        for i in self.order:
+            tensor = self.cuts[i]
+            owner = tensor.key[1] if tensor.key else tensor.name
+            found.update({self.starts[i] + n: (name, owner) for n, name in enumerate(tensor.block_names())})
+        return [found[i] for i in range(self.num_blocks)]

@@ -49,7 +49,9 @@ ADAPT = 1.5
 DAMPING_RANGE = (1e-3, 1e6)
 """The range in which `adapt_damping` keeps the damping."""
 
-STATISTICS = ["U", "weight", "variance", "total", "total_variance", "count"]
+AVERAGES = (("U", "weight", "variance"), ("total", "count", "total_variance"))
+"""Statistics of E_β and of E_1: sums of u uᵀ, of ones, and of the variances inside blocks."""
+STATISTICS = [name for names in AVERAGES for name in names]
 
 
 class NaturalGradientBMA(BlockMeanOptimizer):
@@ -141,9 +143,6 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         reduce([Sum(total, tuple(dict.fromkeys(g for param in params for g in groups_of(param))))])
         return float(total[0] / total[1])
 
-    def init_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        return {"step": torch.tensor(0.0, dtype=torch.float32)}
-
     def block_sums(self, work: BlockStep) -> Tensor:
         """Rows: Σ g; squared deviations from the mean of each shard of a block; (Σ g)²/s of the shard; and, to predict
         the change of the loss, Σ g (μ v + w θ).
@@ -153,11 +152,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         group, columns = work.group, [torch.zeros(4, 0, dtype=torch.float64, device=work.layout.device)]
         buffers = work.moments("momentum_buffer")
         for param, grad, buffer, member in zip(work.params, work.grads, buffers, work.members, strict=True):
-            cut = member.cut
-            if grad is None:
-                columns.append(torch.zeros(4, cut.count, dtype=torch.float64, device=work.layout.device))
-                continue
-            g = _signed(param, grad, group)
+            cut, g = member.cut, _signed(param, grad, group)
             u = in_float64(cut.sum(g))
             sizes = cut.sizes.clamp(min=1).to(u, non_blocking=True)
             squares = cut.sum((g - cut.spread((u / sizes).to(g))).square_())
@@ -194,35 +189,31 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         """The means of the blocks, and √τ / (λ + δτ) and √τ c, (L,) each."""
         group, sizes = work.group, work.layout.sizes.to(work.sums, non_blocking=True)
         u, squares, between, carried = work.sums
-        on = torch.ones_like(u, dtype=torch.bool) if work.present is None else work.present
+        on = torch.ones_like(u) if work.present is None else work.present.to(u, non_blocking=True)
         within = (squares + between - u.square() / sizes).clamp(min=0)
-        variance, lam = within / (sizes - 1).clamp(min=1), torch.zeros_like(u)
-        trace = torch.zeros_like(u[0])
+        variance, lam, trace = within / (sizes - 1).clamp(min=1), torch.zeros_like(u), torch.zeros_like(u[0])
         found: list[tuple[Any, Tensor]] = []
         for component, part in self.statistics(work, STATISTICS):
-            blocks, beta = component.blocks, group["beta"]
-            present = on[blocks]
-            accumulate_(part["U"], u[blocks], beta, present)
-            average_(part["weight"], torch.ones_like(u[blocks]), beta, present)
-            average_(part["variance"], variance[blocks], beta, present)
-            accumulate_(part["total"], u[blocks], None, None)
-            part["total_variance"].add_(variance[blocks])
-            part["count"].add_(present)
-            A = _principal(_matrix(sizes[blocks], part), work.present, blocks)
-            inside = (part["variance"] / part["weight"] + part["total_variance"] / part["count"]) / 2
+            blocks, present = component.blocks, work.present_among(component.blocks)
+            for (U, weight, spread), beta in zip(AVERAGES, (group["beta"], None), strict=True):
+                accumulate_(part[U], u[blocks], beta, present)
+                average_(part[weight], on[blocks], beta, present)
+                average_(part[spread], variance[blocks], beta, present)
+            A = _matrix(sizes[blocks], part, on[blocks])
+            inside = sum(part[spread] / part[weight] for _, weight, spread in AVERAGES) / 2
             # A single entry has no variance. Any λ gives the same step, and this one loses no digits.
-            lam[blocks] = torch.where(present, torch.where(sizes[blocks] == 1, diagonal(A), inside), 0.0)
-            trace += (diagonal(A) * present).sum()
+            lam[blocks] = torch.where(on[blocks] > 0, torch.where(sizes[blocks] == 1, diagonal(A), inside), 0.0)
+            trace += (diagonal(A) * on[blocks]).sum()
             found.append((blocks, A))
         trace += (lam * (sizes - 1)).sum()
         tau = trace / (sizes * on).sum()  # Σ ((s_i − 1) λ_i + A_ii) / Σ s_i over the blocks that take part
         unit = torch.where(tau > NEGLIGIBLE, 1 / tau, 0.0)  # no gradients so far: no step
-        scale = unit.sqrt()
-        inverse = damped_inverse(lam * unit, group["damping"]) * on * scale
+        scale = on * unit.sqrt()
+        inverse = damped_solve(lam * unit, group["damping"], scale)
         common = u * sizes.rsqrt()  # the gradient along the direction that a block's entries share
         solved = torch.zeros_like(u)
         for blocks, A in found:
-            solved[blocks] = self._damped_solve(A * unit, group["damping"], common[blocks]) * on[blocks] * scale
+            solved[blocks] = self._damped_solve(A * unit, group["damping"], common[blocks]) * scale[blocks]
         self._last[work.number] = (inverse * common, solved - inverse * common)
         if group["adapt_damping"]:
             slope = float((inverse * within + solved * common + carried).sum())  # −gᵀΔθ/η
@@ -241,23 +232,15 @@ class NaturalGradientBMA(BlockMeanOptimizer):
             return damped_solve(diagonal(A), damping, b)
 
 
-def _matrix(sizes: Tensor, part: dict[str, Tensor]) -> Tensor:
-    """A of a component: the mean of the two averages."""
-    recent = normalised(part["U"], (sizes * part["weight"]).sqrt(), keep_diagonal=True)
-    return (recent + normalised(part["total"], (sizes * part["count"]).sqrt(), keep_diagonal=True)) / 2
+def _matrix(sizes: Tensor, part: dict[str, Tensor], on: float | Tensor = 1.0) -> Tensor:
+    """A of a component, the mean of both averages, with rows and columns of the identity for blocks that sit out."""
+    first, second = (normalised(part[U], on * (sizes * part[weight]).sqrt(), True) for U, weight, _ in AVERAGES)
+    return (first + second) / 2
 
 
-def _principal(A: Tensor, present: Tensor | None, blocks: Any) -> Tensor:
-    """A with the rows and columns of the identity for blocks that sit out."""
-    if present is None or A.ndim == 1:
-        return A
-    on = present[blocks].to(A)
-    return A * on * on[:, None] + torch.diag(1 - on)
-
-
-def _signed(param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-    g = grad.to(arithmetic(param.dtype))
-    return -g if group["maximize"] else g
+def _signed(param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> Tensor:
+    g = torch.zeros_like(param) if grad is None else grad
+    return (-g if group["maximize"] else g).to(arithmetic(param.dtype))
 
 
 def _number(loss: float | Tensor) -> float:
@@ -276,8 +259,3 @@ def adapted(damping: float, ratio: float) -> float:
 def diagonal(A: Tensor) -> Tensor:
     """The diagonal of a matrix, or of the diagonal matrix that a vector represents, (L,)."""
     return A if A.ndim == 1 else A.diagonal()
-
-
-def damped_inverse(lam: Tensor, damping: float) -> Tensor:
-    """1 / (λ + δ), and 0 where that is out of range."""
-    return torch.where(lam + damping > NEGLIGIBLE, 1 / (lam + damping), 0.0)

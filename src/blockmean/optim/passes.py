@@ -46,7 +46,7 @@ class Form(NamedTuple):
 
     rows: int  # sums that pass 1 computes; 1: none but Σ g, no correction
     is_weighted: bool = False  # weights entries by their own scale ζ, blocks by the squares of their gradients
-    takes_raw_sums: bool = False  # b is Σ g, although the algorithm has already scaled the gradient
+    projection: int = 0  # the row of b; 0 is Σ g, although the algorithm has already scaled the gradient
     keeps_diagonal: bool = False
     keeps_trace: bool = False  # uses λ of Proposition 1 instead of 1
     floor: float = 1.0  # default for the smallest eigenvalue of A
@@ -54,11 +54,11 @@ class Form(NamedTuple):
 
 FORMS = {
     "none": Form(1),
-    "paper": Form(2, takes_raw_sums=True, floor=0.1),
-    "consistent": Form(3, floor=0.1),
-    "weighted": Form(4, is_weighted=True, keeps_diagonal=True),
-    "balanced": Form(4, is_weighted=True, keeps_diagonal=True, keeps_trace=True),
-    "capped": Form(6, is_weighted=True, keeps_diagonal=True),
+    "paper": Form(2, floor=0.1),
+    "consistent": Form(3, projection=2, floor=0.1),
+    "weighted": Form(4, is_weighted=True, projection=3, keeps_diagonal=True),
+    "balanced": Form(4, is_weighted=True, projection=3, keeps_diagonal=True, keeps_trace=True),
+    "capped": Form(6, is_weighted=True, projection=3, keeps_diagonal=True),
 }
 
 SMALLEST_LAMBDA = 0.1
@@ -156,9 +156,11 @@ def move_(param: Tensor, delta: Tensor, rate: float) -> None:
 
 
 def effective_grads(run: Run) -> list[Tensor]:
-    """Gradients after sign and weight decay, in the dtype of the arithmetic; never those of the parameters themselves
-    where they change."""
+    """Gradients after sign and weight decay, in the dtype of the arithmetic, zeros where there are none; never those of
+    the parameters themselves where they change."""
     rule, dtype = run.rule, arithmetic(run.params[0].dtype)
+    if run.grads[0] is None:
+        return [torch.zeros_like(r) for r in run.second]
     g = [grad.to(dtype) for grad in run.grads]
     if rule.maximize:
         g = list(torch._foreach_neg(g))
@@ -169,57 +171,40 @@ def effective_grads(run: Run) -> list[Tensor]:
 
 def _block_sums(run: Run) -> Tensor:
     """(rows, blocks). Tensors without a gradient add to the sums of scales only, and their moments stay as they are."""
-    rule, form, gain, gain_r = run.rule, run.rule.form, *run.rule.numbers(run.step)[:2]
-    if run.grads[0] is None:
-        return _scales_only(run, gain_r)
+    rule, form = run.rule, run.rule.form
     g: Any = effective_grads(run)
+    m: Any = g
     if form.rows == 1:
-        return _summed(run, [(g, 1.0)])
+        return _summed(run, g)
     if rule.betas is None:
-        m, r = g, torch._foreach_addcmul(run.second, g, g)
+        r = torch._foreach_addcmul(run.second, g, g)
     else:
-        m = torch._foreach_lerp(run.first, g, 1 - rule.betas[0])
-        r = torch._foreach_mul(run.second, rule.betas[1])
-        torch._foreach_addcmul_(r, g, g, 1 - rule.betas[1])
-    zeta, z = _scales(rule, r, gain_r)
-    if form.takes_raw_sums:
-        return _summed(run, [(g, 1.0), (z, 1.0)])
-    scale = [] if form.is_weighted else torch._foreach_add(z, 0.0)
-    _mask_(rule, z)
+        gain, gain_r, _ = rule.numbers(run.step)
+        r = torch._foreach_mul(run.second, gain_r)
+        if run.grads[0] is not None:
+            m = torch._foreach_lerp(run.first, g, 1 - rule.betas[0])
+            torch._foreach_mul_(m, gain)
+            torch._foreach_mul_(r, rule.betas[1])
+            torch._foreach_addcmul_(r, g, g, gain_r * (1 - rule.betas[1]))
+    zeta, z = _scales(rule, r)
     if not form.is_weighted:
-        return _summed(run, [(g, 1.0), (scale, 1.0), (torch._foreach_mul(_weights(zeta, z), m), 1.0)])
-    length = torch._foreach_div(m, z) if form.rows == 6 else None
+        sums = _summed(run, g, z)
+        if form.rows == 2:
+            return sums
+        _mask_(rule, z)
+        return torch.cat([sums, _summed(run, torch._foreach_mul(_weights(zeta, z), m))])
+    _mask_(rule, z)
+    delta: Any = torch._foreach_div(m, z) if form.rows == 6 else []
     w = _weights(zeta, z)
-    rows = [(g, 1.0), (torch._foreach_mul(g, g), 1.0), (r, gain_r), (torch._foreach_mul(w, m), gain)]
-    if length is not None:
-        rows += [(torch._foreach_mul(length, length), gain * gain), (torch._foreach_mul(w, w), 1.0)]
-    return _summed(run, rows)
-
-
-def _scales_only(run: Run, gain_r: float) -> Tensor:
-    """The sums of tensors that have no gradient."""
-    form, count = run.rule.form, sum(cut.count for cut in run.cuts)
-    out = in_float64(run.second[0].new_zeros(form.rows, count))
-    if form.is_weighted:
-        out[2] = _summed(run, [(run.second, gain_r)])
-    elif form.rows > 1:
-        out[1] = _summed(run, [(_scales(run.rule, run.second, gain_r)[1], 1.0)])
+    rows = [g, torch._foreach_mul(g, g), r, torch._foreach_mul(w, m)]
     if form.rows == 6:
-        zeta, z = _scales(run.rule, run.second, gain_r)
-        _mask_(run.rule, z)
-        w = _weights(zeta, z)
-        out[5] = _summed(run, [(torch._foreach_mul(w, w), 1.0)])
-    return out
+        rows += [torch._foreach_mul(delta, delta), torch._foreach_mul(w, w)]
+    return _summed(run, *rows)
 
 
-def _summed(run: Run, rows: Sequence[tuple[Any, float]]) -> Tensor:
-    """Block sums of lists of tensors, each times a factor, all at once, (rows, blocks)."""
-    values = [x for row, _ in rows for x in row]
-    sums = in_float64(sum_blocks(run.cuts * len(rows), values)).view(len(rows), -1)
-    for i, (_, factor) in enumerate(rows):
-        if factor != 1:
-            sums[i] *= factor
-    return sums
+def _summed(run: Run, *rows: Any) -> Tensor:
+    """Block sums of lists of tensors, all at once, (rows, blocks)."""
+    return in_float64(sum_blocks(run.cuts * len(rows), [x for row in rows for x in row])).view(len(rows), -1)
 
 
 def _apply_(run: Run, c: list[Tensor] | None, kappa: list[Tensor] | None) -> None:
@@ -234,7 +219,7 @@ def _apply_(run: Run, c: list[Tensor] | None, kappa: list[Tensor] | None) -> Non
         torch._foreach_mul_(r, rule.betas[1])
         torch._foreach_addcmul_(r, g, g, 1 - rule.betas[1])
     gain, gain_r, rate = rule.numbers(run.step)
-    zeta, z = _scales(rule, r, gain_r)
+    zeta, z = _scales(rule, r if rule.betas is None else torch._foreach_mul(r, gain_r))
     _mask_(rule, z)
     delta = torch._foreach_div(m, z)
     torch._foreach_mul_(delta, gain)
@@ -251,14 +236,13 @@ def _apply_(run: Run, c: list[Tensor] | None, kappa: list[Tensor] | None) -> Non
         torch._foreach_copy_(run.params, torch._foreach_add([p.to(g[0].dtype) for p in run.params], delta))
 
 
-def _scales(rule: Rule, r: Any, gain_r: float) -> tuple[Any, Any]:
-    """ζ, if the form needs it or it is free, and z."""
+def _scales(rule: Rule, r: Any) -> tuple[Any, Any]:
+    """ζ, if the form needs it or it is free, and z, from r or, for Adam, r̂."""
     if rule.betas is None:
         z = torch._foreach_add(r, rule.eps)
         torch._foreach_sqrt_(z)
         return (torch._foreach_sqrt(r) if rule.form.is_weighted else None), z
     zeta = torch._foreach_sqrt(r)
-    torch._foreach_mul_(zeta, gain_r**0.5)
     return zeta, torch._foreach_add(zeta, rule.eps)
 
 

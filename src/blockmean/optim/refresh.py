@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from blockmean._linalg import first_coefficients, in_float64, orthonormalized, second_coefficients
+from blockmean.optim.batches import Batch
 from blockmean.optim.decomposition import (
     FACTORS,
     LEAST,
@@ -45,7 +46,36 @@ class Waking(NamedTuple):
 SIDES[Waking] = "units", "inputs", "units", "inputs"
 
 
-def start_(batches: Sequence[Matrices], reduce: Reduce) -> None:
+def start_(batches: Sequence[Batch], reduce: Reduce) -> None:
+    """Let means start in this step, unless a gradient is zero: nothing can be learned from it."""
+    matrices = [batch.matrices for batch in batches]
+    _start_bases_(matrices, reduce)
+    products = [project(m.gradients, m.means.U, m.means.V) for m in matrices]
+    products += [project(m.averages, m.means.U, m.means.V) for m in matrices]
+    squares = [batch.adamw_squares() for batch in batches]
+    totals = [rows.sum(-1) for rows in squares]
+    sums = sums_of(products)
+    reduce({**sums, "inputs": sums["inputs"] + squares, "both": sums["both"] + totals})
+    for batch, own, rows, total in zip(batches, products, squares, totals, strict=False):
+        batch.products = own
+        means, sizes = batch.matrices.means, batch.matrices.sizes
+        means.v.E.add_(rows / sizes.inputs)  # zero so far, or AdamW's of an earlier try to start
+        for variance in (means.variance, means.rest_variance):
+            variance.add_(total / sizes.entries)
+        for state, length in zip(batch.states, own.total.unbind(), strict=True):
+            state.pop("exp_avg_sq", None)
+            if not bool(length > 0):
+                state["means_start_step"].fill_(batch.matrices.numbers.step)
+    if any(m.numbers.step > 1 for m in matrices):
+        of_averages = products[len(batches) :]
+        for m, (MV, UM, K, *_) in zip(matrices, of_averages, strict=True):
+            m.means.MV.copy_(MV)
+            m.means.UM.copy_(UM)
+            m.means.K.copy_(K)
+        bound_(matrices, of_averages, reduce)
+
+
+def _start_bases_(batches: Sequence[Matrices], reduce: Reduce) -> None:
     """U and V become cosines, the first of which is the plain mean, and take two iterations on the first gradient."""
     count, seen = len(batches), []
     for b in batches:

@@ -100,12 +100,10 @@ def sides_of(param: Tensor) -> Sides:
     """The process groups of a parameter; none if it is not sharded."""
     if not is_distributed(param):
         return WHOLE
-    spread: dict[bool, list[ProcessGroup]] = {True: [], False: []}
-    for mesh_dim, placement in enumerate(param.placements):
-        dim = cut_dim(placement)
-        if dim is not None and param.device_mesh.size(mesh_dim) > 1:
-            spread[dim == 0].append(param.device_mesh.get_group(mesh_dim))
-    return Sides(tuple(spread[True]), tuple(spread[False]))
+    mesh, dims = param.device_mesh, [cut_dim(placement) for placement in param.placements]
+    cut = {i: mesh.get_group(i) for i, dim in enumerate(dims) if dim is not None and mesh.size(i) > 1}
+    first = tuple(group for i, group in cut.items() if dims[i] == 0)
+    return Sides(first, tuple(group for i, group in cut.items() if dims[i] != 0))
 
 
 def like(param: Tensor, value: Tensor, dims: Iterable[int]) -> Tensor:
@@ -150,7 +148,7 @@ def reduce(sums: Sequence[Sum], dtype: torch.dtype | None = None) -> None:
 
     All processes of a group must ask for the same, in the same order. Without a dtype, the widest of them is taken.
     """
-    for group in groups_in(sums):
+    for group in dict.fromkeys(group for one in sums for group in one.groups):
         own = [one.value for one in sums if group in one.groups]
         common = dtype or functools.reduce(torch.promote_types, [value.dtype for value in own])
         # On the device of the numbers if the group can, else on its own: parameters may be offloaded.
@@ -160,11 +158,6 @@ def reduce(sums: Sequence[Sum], dtype: torch.dtype | None = None) -> None:
         dist.all_reduce(buffer, group=group)
         for value, part in zip(own, buffer.split([value.numel() for value in own]), strict=True):
             value.copy_(part.view_as(value))
-
-
-def groups_in(sums: Iterable[Sum]) -> list[ProcessGroup]:
-    """The process groups of all sums, each once."""
-    return list(dict.fromkeys(group for one in sums for group in one.groups))
 
 
 FAILED = "Another process failed in this step; its own error says why. Nothing was changed here."
@@ -180,6 +173,7 @@ class Contract(NamedTuple):
     shapes: list[tuple[torch.Size, tuple[ProcessGroup, ...]]]
     dtype: torch.dtype
     num_flags: int
+    version: int  # counts changes that are not compared in every step
 
 
 class Exchange:
@@ -192,11 +186,11 @@ class Exchange:
 
     def __init__(self) -> None:
         self._agreed: Contract | None = None
-        self._stale = False
+        self._version = 0
 
     def invalidate(self) -> None:
-        """Shake hands again in the next step: something has changed that is not compared in every one."""
-        self._stale = True
+        """Shake hands again in the next step."""
+        self._version += 1
 
     def reduce(
         self,
@@ -214,44 +208,41 @@ class Exchange:
             fingerprint: returns what has to be the same everywhere; asked for in a handshake only.
         """
         dtype = functools.reduce(torch.promote_types, [one.value.dtype for one in sums], torch.float32)
-        wanted = Contract([(one.value.shape, one.groups) for one in sums], dtype, len(flags))
-        while True:
-            if self._agreed is None:
-                self._handshake(wanted, failure, groups, fingerprint)
-            agreed = self._agreed or wanted
-            changed = failure is None and (self._stale or wanted != agreed)
-            own, raised = list(sums), list(flags)
-            if failure is not None or changed:
-                own = [Sum(torch.zeros(shape, device="cpu"), over) for shape, over in agreed.shapes]
-                raised = [False] * agreed.num_flags
-            control = torch.tensor([failure is not None, changed, True, *raised], dtype=agreed.dtype, device="cpu")
-            reduce([Sum(control, tuple(groups)), *own], agreed.dtype)
-            failed, others, everyone, *counts = control.tolist()
-            if failed:
-                raise failure or RuntimeError(FAILED)
-            if not others:
-                return [count / everyone for count in counts]
-            if others != everyone:
-                raise RuntimeError(DISAGREE)
-            self._agreed = None
+        wanted = Contract([(one.value.shape, one.groups) for one in sums], dtype, len(flags), self._version)
+        if self._agreed is None:
+            handshake(wanted, failure, groups, fingerprint)
+            self._agreed = wanted
+        shapes, dtype, num_flags, _ = self._agreed
+        own, raised, changed = sums, flags, failure is None and wanted != self._agreed
+        if failure is not None or changed:
+            own = [Sum(torch.zeros(shape, device="cpu"), over) for shape, over in shapes]
+            raised = [False] * num_flags
+        control = torch.tensor([failure is not None, changed, True, *raised], dtype=dtype, device="cpu")
+        reduce([Sum(control, tuple(groups)), *own], dtype)
+        failed, others, everyone, *counts = control.tolist()
+        if failed:
+            raise failure or RuntimeError(FAILED)
+        if not others:
+            return [count / everyone for count in counts]
+        if others != everyone:
+            raise RuntimeError(DISAGREE)
+        self._agreed = None
+        return self.reduce(sums, flags, failure, groups, fingerprint)
 
-    def _handshake(
-        self,
-        wanted: Contract,
-        failure: Exception | None,
-        groups: list[ProcessGroup],
-        fingerprint: Callable[[], object],
-    ) -> None:
-        """Raise on all processes unless all of them want to exchange the same."""
-        same, known, failed = failure is None, fingerprint() if failure is None else None, failure is not None
-        for group in groups:
-            shapes = [tuple(shape) for shape, over in wanted.shapes if group in over]
-            digest = hashlib.sha256(repr((known, wanted.dtype, wanted.num_flags, shapes)).encode()).digest()[:6]
-            numbers = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device="cpu")
-            number = float(int.from_bytes(digest, "big")) if same else torch.nan
-            numbers[dist.get_rank(group)] = -1 if failed else number
-            reduce([Sum(numbers, (group,))])
-            same, failed = bool((numbers == numbers[0]).all()), bool((numbers == -1).any())
-        if not same or failed:
-            raise failure or RuntimeError(FAILED if failed else DISAGREE)
-        self._agreed, self._stale = wanted, False
+
+def handshake(
+    wanted: Contract, failure: Exception | None, groups: list[ProcessGroup], fingerprint: Callable[[], object]
+) -> None:
+    """Raise on all processes unless all of them want to exchange the same."""
+    known = fingerprint() if failure is None else None
+    same, failed = failure is None, failure is not None
+    for group in groups:
+        shapes = [tuple(shape) for shape, over in wanted.shapes if group in over]
+        digest = hashlib.sha256(repr((known, wanted.dtype, wanted.num_flags, shapes)).encode()).digest()[:6]
+        numbers = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device="cpu")
+        number = float(int.from_bytes(digest, "big")) if same else torch.nan
+        numbers[dist.get_rank(group)] = -1 if failed else number
+        reduce([Sum(numbers, (group,))])
+        same, failed = bool((numbers == numbers[0]).all()), bool((numbers == -1).any())
+    if not same or failed:
+        raise failure or RuntimeError(FAILED if failed else DISAGREE)

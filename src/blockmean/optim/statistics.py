@@ -50,16 +50,28 @@ def statistics(
         initial: blocks that are new start with the diagonal of U and the energy of H = `initial` I, and 0 in all else.
         keep: whether anything is to be stored. What is not named is not kept up, and is dropped.
     """
-    begun = {"blocks", *names}.difference(OPTIONAL)
+    needed, stale = {"blocks", *names}.difference(OPTIONAL), KINDS.keys() - names
     for component in taking_part(layout, states):
-        held = {i: known[i] for i in component.members if begun <= known.get(i, {}).keys()}
-        gathered = gather(layout, component, names, held, initial)
+        held = {i: known[i] for i in component.members if needed <= known.get(i, {}).keys()}
+        holders = {layout.starts[i]: i for i in component.members}  # of the rows from a block on
+        holders.update({layout.starts[i]: i for i in reversed(component.members) if i in held})
+        gathered = {name: _gather(layout, name, holders, held, initial) for name in names}
         yield component, gathered
-        if keep:
-            scatter(layout, component, gathered, held, states)
-            for state in (known[i] for i in component.members if i in known):
-                for name in KINDS.keys() & state.keys() - gathered.keys():
-                    del state[name]
+        if not keep:
+            continue
+        taking_rows = {i: held[i] if i in held else states[i] for i in component.members if i in held or i in states}
+        for name, values in gathered.items():
+            rows = dict(zip(holders, values.split([layout.counts[i] for i in holders.values()]), strict=True))
+            old = {i: state[name] for i, state in taking_rows.items() if i in held and name in state}
+            if old:
+                torch._foreach_copy_(list(old.values()), [rows[layout.starts[i]] for i in old])
+            for i in taking_rows.keys() - old.keys():
+                taking_rows[i][name] = rows[layout.starts[i]].clone()
+        for i in taking_rows.keys() - held.keys():
+            states[i]["blocks"] = layout.place(i)
+        for i in component.members:
+            for name in stale.intersection(known.get(i, ())):
+                del known[i][name]
 
 
 def taking_part(layout: Layout, states: Collection[int]) -> Iterator[Component]:
@@ -74,66 +86,24 @@ def taking_part(layout: Layout, states: Collection[int]) -> Iterator[Component]:
     yield Component("none", [i for component in active for i in component.members], blocks)
 
 
-def gather(
-    layout: Layout,
-    component: Component,
-    names: Sequence[str],
-    held: Mapping[int, State],
-    initial: float,
-) -> dict[str, Tensor]:
-    """The named statistics of a component, assembled from the rows in `held` into new tensors."""
-    holders = {layout.starts[i]: i for i in component.members}
-    holders.update({layout.starts[i]: i for i in reversed(component.members) if i in held})
-    count = sum(layout.counts[i] for i in holders.values())
-    gathered = {}
-    for name in names:
-        kind = KINDS[name]
-        wide = (count,) if kind == "matrix" and not layout.is_diagonal else ()
-        dtype, device = (torch.bool, "cpu") if kind == "mask" else (torch.float64, layout.device)
-        rows = [
-            held[i][name]
-            if name in held.get(i, ())
-            else torch.zeros(layout.counts[i], *wide, dtype=dtype, device=device)
-            for i in holders.values()
-        ]
-        gathered[name] = values = torch.cat(rows)
-        first = 0
-        for start, i in holders.items():
-            new = slice(first, first := first + layout.counts[i])
-            if i not in held:
-                values[..., new] = 0  # if a row is missing, drop its column too
-                if initial and name in ("U", "energy"):
-                    diagonal = values if values.ndim == 1 else values.diagonal()
-                    diagonal[new] = initial * layout.sizes[start : start + layout.counts[i]].to(diagonal)
-    return gathered
-
-
-def scatter(
-    layout: Layout,
-    component: Component,
-    gathered: Mapping[str, Tensor],
-    held: Mapping[int, State],
-    states: Mapping[int, State],
-) -> None:
-    """Write the rows back to every parameter: in place if it has them, else as new tensors for those in `states`."""
-    counts = {layout.starts[i]: layout.counts[i] for i in component.members}
-    taking = {i: held[i] if i in held else states[i] for i in component.members if i in held or i in states}
-    for name, values in gathered.items():
-        rows = dict(zip(counts, values.split(list(counts.values())), strict=True))
-        old = {i: state[name] for i, state in taking.items() if i in held and name in state}
-        if old:
-            torch._foreach_copy_(list(old.values()), [rows[layout.starts[i]] for i in old])
-        for i in taking.keys() - old.keys():
-            taking[i][name] = rows[layout.starts[i]].clone()
-    for i in taking.keys() - held.keys():
-        taking[i]["blocks"] = layout.place(i)
-
-
-def begin_alone(layout: Layout, i: int, state: State, initial: float) -> None:
-    """Start U and the energy of a tensor whose blocks are coupled with none."""
-    start = layout.starts[i]
-    energy = initial * layout.sizes[start : start + layout.counts[i]].double()
-    state.update(U=energy.clone(), energy=energy, blocks=layout.place(i))
+def _gather(layout: Layout, name: str, holders: Mapping[int, int], held: Mapping[int, State], initial: float) -> Tensor:
+    """A statistic of a component: a new tensor, from the rows in `held`; the others start."""
+    kind, counts = KINDS[name], [layout.counts[i] for i in holders.values()]
+    wide = [sum(counts)] if kind == "matrix" and not layout.is_diagonal else []
+    dtype, device = (torch.bool, "cpu") if kind == "mask" else (torch.float64, layout.device)
+    rows = [
+        held[i][name] if name in held.get(i, ()) else torch.zeros(count, *wide, dtype=dtype, device=device)
+        for i, count in zip(holders.values(), counts, strict=True)
+    ]
+    values, stop = torch.cat(rows), 0
+    for (start, i), count in zip(holders.items(), counts, strict=True):
+        stop += count
+        if i not in held:
+            values[..., stop - count : stop] = 0  # if a row is missing, drop its column too
+            if initial and name in ("U", "energy"):
+                diagonal = values if values.ndim == 1 else values.diagonal()
+                diagonal[stop - count : stop] = initial * layout.sizes[start : start + count].to(diagonal)
+    return values
 
 
 def check_places(layout: Layout, states: Mapping[int, State], names: Sequence[str], remedy: str) -> None:
@@ -165,15 +135,8 @@ def arrange(layout: Layout, states: Mapping[int, State]) -> None:
             first, row, count = layout.starts[i] - component.blocks.start, int(state["blocks"][2]), layout.counts[i]
             where[first : first + count] = torch.arange(row, row + count, device="cpu")
             state["blocks"] = layout.place(i)
-        for state in held.values():
-            for name in state.keys() & KINDS.keys():
-                if KINDS[name] == "matrix" and not layout.is_diagonal:
-                    state[name] = _with_columns(state[name], where)
-
-
-def _with_columns(rows: Tensor, where: Tensor) -> Tensor:
-    """Rows with their columns taken from the given indices; an index of −1 gives 0."""
-    if torch.equal(where, torch.arange(rows.shape[1], device="cpu")):
-        return rows
-    index, gone = where.clamp(min=0).to(rows.device), (where < 0).to(rows.device)
-    return rows.index_select(1, index).masked_fill_(gone, 0)
+        index, gone = where.clamp(min=0).to(layout.device), (where < 0).to(layout.device)
+        for state in held.values() if not layout.is_diagonal else ():
+            for name in ("U", "root", "total"):
+                if name in state:
+                    state[name] = state[name][:, index].masked_fill_(gone, 0)

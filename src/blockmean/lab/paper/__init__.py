@@ -1,7 +1,8 @@
-"""The paper, part by part: one short file per figure or table, each with one function."""
+"""The paper, part by part: one short file per figure or table, each with one function; and what Anova adds to it."""
 
 from collections.abc import Callable
 
+from blockmean.lab.paper.anova import anova
 from blockmean.lab.paper.fig1 import fig1
 from blockmean.lab.paper.fig2 import fig2
 from blockmean.lab.paper.fig3 import fig3
@@ -26,7 +27,8 @@ PARTS: dict[str, Callable[[ReportConfig], Outcome]] = {
     "table3": table3,
     "table4": table4,
     "fig5": fig5,
+    "anova": anova,
 }
-"""Every part that can be reproduced, in the paper's order."""
+"""Every part of the report: the paper's in its order, then Anova."""
 
 __all__ = ["PARTS", "Claim", "Outcome", "Picture", "ReportConfig", "Table", "Verdict"]

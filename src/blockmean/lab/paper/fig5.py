@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from blockmean.lab.compare import (
@@ -33,7 +34,6 @@ from blockmean.lab.tasks import steps_per_epoch
 from blockmean.lab.train import Record
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 THE_PAPERS = {"diag": "one rate per parameter", "BMA": "block means", "full": "the whole matrix"}
@@ -50,6 +50,8 @@ COLOURS = {
     "BMA weighted, per kernel": "tab:purple",
     "Adam": "tab:brown",
     "AdamBMA": "tab:pink",
+    "AdamW": "black",
+    "Anova": "crimson",
 }
 # Where the authors' curves on CIFAR-10 end, read off their plots: (epoch, training loss, test error), one run each.
 AUTHORS = {
@@ -128,7 +130,7 @@ def fig5(config: ReportConfig) -> Outcome:
     unusable = [problem for one in found for problem in one.findings.unusable]
     claims = [claim for one in found for claim in _claims(one)]
     shown = [one for one in ready if not one.published] or ready
-    overview = draw_overview(shown, config.out / "fig5-overview") if shown else None
+    overview = draw_overview(shown[0], config.out / "fig5-overview") if shown else None
     return Outcome(claims, pictures, tables, notes, unusable, overview)
 
 
@@ -145,7 +147,7 @@ def find(config: ReportConfig) -> list[StudyResult]:
 
 
 def draw(found: list[StudyResult], arms: set[str], path: Path) -> Picture:
-    figure = Figure(figsize=(9.5, 3.1 * len(found)), layout="constrained")
+    figure = Figure(figsize=(7.2, 2.7 * len(found)), layout="constrained")
     for one, axes in zip(found, figure.subplots(len(found), 2, squeeze=False), strict=True):
         for ax, quantity, unit in zip(axes, QUANTITIES, (one.batches, 1), strict=True):
             curves(ax, {arm: records for arm, records in one.results.items() if arm in arms}, quantity, unit)
@@ -153,7 +155,7 @@ def draw(found: list[StudyResult], arms: set[str], path: Path) -> Picture:
                 if arm in arms:
                     _end_point(ax, arm, epoch, ends[QUANTITIES.index(quantity)])
             ax.set(title=one.title, xlabel="epoch", ylabel="test error, share of images")
-            ax.title.set_fontsize(10)
+            ax.title.set_fontsize(9)
             ax.grid(alpha=0.3)
         axes[0].set_ylabel(f"training loss, summed over\nthe {one.batches} batches of an epoch")
         axes[0].legend(fontsize=8)
@@ -167,29 +169,34 @@ def draw(found: list[StudyResult], arms: set[str], path: Path) -> Picture:
     return save(figure, path, caption)
 
 
-def draw_overview(found: list[StudyResult], path: Path) -> Picture:
-    """The training loss of the paper's three methods, a panel for each study in one row."""
-    figure = Figure(figsize=(max(6.0, 3.1 * len(found)), 3.0), layout="constrained")
-    entries: dict[str, Artist] = {}
-    for one, ax in zip(found, figure.subplots(1, len(found), squeeze=False)[0], strict=True):
-        curves(ax, {arm: one.results[arm] for arm in THE_PAPERS if arm in one.results}, "train_loss", one.batches)
-        ax.set_title(one.title, fontsize=10)
-        ax.grid(alpha=0.3)
-        ax.tick_params(labelsize=8)
-        handles, labels = ax.get_legend_handles_labels()
-        entries |= {label.partition(" (")[0]: handle for handle, label in zip(handles, labels, strict=True)}
-        failures = [label for label in labels if "(" in label]
-        ax.text(0.97, 0.97, "\n".join(failures), fontsize=8, ha="right", va="top", transform=ax.transAxes)
-    figure.supxlabel("epoch", fontsize=10)
-    figure.supylabel("training loss", fontsize=10)
-    words = {arm: f"{arm}: {THE_PAPERS[arm]}" for arm in entries}
-    figure.legend(entries.values(), words.values(), loc="outside upper center", ncols=3, fontsize=10, frameon=False)
-    shown = [record for one in found for arm in THE_PAPERS for record in one.results.get(arm, [])]
-    caption = "Training loss of AdaGrad, summed over an epoch. Thick: the mean over seeds; thin: each seed."
-    failed = sum(map(_failed, shown))
+def draw_overview(one: StudyResult, path: Path) -> Picture:
+    """The training loss of the paper's three methods in one study, small enough for a phone."""
+    results = {arm: one.results[arm] for arm in THE_PAPERS if arm in one.results}
+    figure, ax = overview_panel(results, f"The paper: AdaGrad\n{one.title}", one.batches)
+    ax.set_ylabel(f"training loss, summed\nover {one.batches} batches")
+    failed = [record for records in results.values() for record in records if _failed(record)]
+    caption = "The paper's AdaGrad with the diagonal, the block means and the whole matrix."
     if failed:
-        caption += f" {failed} of {len(shown)} runs diverged or got stuck at the loss of guessing."
+        caption += f" {len(failed)} of {sum(map(len, results.values()))} runs diverged or got stuck at guessing."
     return save(figure, path, caption)
+
+
+def overview_panel(results: dict[str, list[Record]], title: str, unit: float = 1.0) -> tuple[Figure, Axes]:
+    """A figure of one panel for the top of the report, its legend inside."""
+    figure = Figure(figsize=(4.8, 2.9), layout="constrained")
+    ax = figure.subplots()
+    curves(ax, results, "train_loss", unit)
+    ax.set_title(title, fontsize=10)
+    ax.set_xlabel("epoch")
+    ax.grid(alpha=0.3)
+    handles, labels = ax.get_legend_handles_labels()
+    named = []
+    for label in labels:
+        arm, bracket, failures = label.partition(" (")
+        named.append(f"{arm}: {THE_PAPERS[arm]}{bracket}{failures}" if arm in THE_PAPERS else label)
+    handles.append(Patch(color="0.5", alpha=0.3, linewidth=0))
+    ax.legend(handles, [*named, "bands: smallest to largest seed"], loc="best", fontsize=9)
+    return figure, ax
 
 
 def curves(ax: Axes, results: dict[str, list[Record]], quantity: str, unit: float = 1.0) -> None:

@@ -37,6 +37,8 @@ class Outcome:
     """One sentence for each record that is there and cannot be used."""
     overview: Picture | None = None
     """The findings at a glance, for the top of the report."""
+    summary: str = ""
+    """A sentence for the top of the report, where claims of the paper do not say it."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from blockmean.lab.tasks import Task, steps_per_epoch
 
 BATCH = 100
 RATES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
+ADAM_RATES = (3e-2, 1e-2, 3e-3, 1e-3)
 
 # Their ε and floors: 1e-10 for Algorithm 1 as printed. The other variants keep the library's defaults.
 DIAGONAL: dict[str, Any] = {"optimizer": "Adagrad", "options": {"eps": 1e-10}}
@@ -62,3 +63,17 @@ def studies(profile: str, seeds: int | None = None, epochs: int | None = None) -
             *(study(data, "large", LARGE_ARMS, Stage((100,), 1), Stage((0, 1), 5)) for data in ("mnist", "cifar10")),
         ]
     raise ValueError(f"profile must be one of quick, paper. Got {profile!r} instead.")
+
+
+def anova_study(seeds: int | None = None, epochs: int | None = None) -> Study:
+    """Anova beside AdamW, both without weight decay, on data that every installation has: the same in all profiles."""
+    per_epoch = steps_per_epoch("digits", BATCH)
+    fresh = (0, 1, 2, 3, 4) if seeds is None else tuple(range(seeds))
+    return Study(
+        "digits-mlp",
+        Task("digits", "mlp", batch=BATCH),
+        {name: {"optimizer": name, "options": {"weight_decay": 0.0}} for name in ("AdamW", "Anova")},
+        ADAM_RATES,
+        Stage((100,), 5 * per_epoch),
+        Stage(fresh, (epochs or 5) * per_epoch),
+    )

@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import torch
@@ -25,23 +26,10 @@ from blockmean.optim.base import arithmetic
 from blockmean.optim.passes import SMALLEST_LAMBDA, Run
 from blockmean.optim.sharding import PLAIN
 
-
-class CTensors(ctypes.Structure):
-    """`struct Tensors` of passes.hpp: a column per field."""
-
-    _fields_ = (("count", ctypes.c_int64), *zip(("param", "grad", "first", "second", "shape"), repeat(ctypes.c_void_p)))
-
-
-class CRule(ctypes.Structure):
-    """`struct Rule` of passes.hpp."""
-
-    _fields_ = (
-        *zip(("sums", "adam", "dtype"), repeat(ctypes.c_int64)),
-        *zip(("beta1", "beta2", "eps", "weight_decay", "sign", "floor", "smallest_lambda"), repeat(ctypes.c_double)),
-        *zip(("gain", "gain_r", "rate"), repeat(ctypes.c_double)),
-    )
-
-
+RULE = Struct("3q10d")
+"""`struct Rule` of passes.hpp: sums, adam, dtype; betas, ε, weight decay, sign, floor, smallest λ, m̂/m, r̂/r, η."""
+ANOVA_RULE = Struct("7d")
+"""`struct AnovaRule` of anova.hpp: `NUMBERS` in anova.py."""
 SQUARES, SUMS = 1, {1: 0, 2: 2, 3: 3, 4: 4, 6: 5}  # `enum Sums`, by the rows of a form
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # `enum Dtype`
 CACHED_BYTES = 2**16  # longest block that is solved for itself, in the dtype of the arithmetic
@@ -55,13 +43,18 @@ def load() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(Path(__file__).with_name("libblockmean.so")))
     except OSError:  # installed without a compiler
         return None
-    if library.blockmean_sizes() != ctypes.sizeof(CTensors) << 16 | ctypes.sizeof(CRule):
+    if library.blockmean_sizes() != RULE.size << 8 | ANOVA_RULE.size:
         raise ImportError("The kernels of blockmean are those of another version. Install blockmean again.")
-    pointer, stride, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    tensors = (ctypes.POINTER(CTensors), ctypes.POINTER(CRule))
-    library.blockmean_sums.argtypes = (*tensors, pointer, stride, threads)
-    library.blockmean_apply.argtypes = (*tensors, pointer, pointer, threads)
-    library.blockmean_solve_and_apply.argtypes = (*tensors, pointer, pointer, pointer, stride, threads)
+    address, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    tensors = (address, number, ctypes.c_char_p, threads)
+    library.blockmean_sums.argtypes = (*tensors, address, number)
+    library.blockmean_apply.argtypes = (*tensors, address, address)
+    library.blockmean_solve_and_apply.argtypes = (*tensors, address, address, number)
+    matrices = (address, address, number, threads)
+    library.blockmean_anova_scratch.argtypes = matrices
+    library.blockmean_anova_scratch.restype = ctypes.c_int64
+    library.blockmean_anova_read.argtypes = (*matrices, ctypes.c_char_p, address)
+    library.blockmean_anova_write.argtypes = (*matrices, ctypes.c_char_p, address)
     library.blockmean_instructions.argtypes = (ctypes.c_char_p,)
     library.blockmean_instructions.restype = ctypes.c_char_p
     wanted = os.environ.get("BLOCKMEAN_INSTRUCTIONS") or None
@@ -88,6 +81,11 @@ def instructions(wanted: str | None = None) -> str | None:
     if found is None:
         raise ValueError(f"This machine cannot run kernels with {wanted}.")
     return found.decode()
+
+
+def addresses(tensors: Iterable[Tensor]) -> Iterator[int]:
+    """Where their memory begins; it is theirs, so they must live as long."""
+    return map(Tensor.data_ptr, tensors)
 
 
 # -------------------------------------------------------------------- which tensors
@@ -158,20 +156,19 @@ class Native(Run):
     """Both passes over a run in C++. Its tensors have been examined."""
 
     def __post_init__(self) -> None:
-        rule, betas = self.rule, self.rule.betas or (0.0, 0.0)
+        rule, betas, count = self.rule, self.rule.betas or (0.0, 0.0), len(self.params)
         sums = SQUARES if self.by_block else SUMS[rule.form.rows]
-        self._rule = CRule(
+        self._rule = RULE.pack(
             *(sums, rule.betas is not None, DTYPES[self.params[0].dtype], *betas, rule.eps, rule.weight_decay),
             *(-1.0 if rule.maximize else 1.0, rule.floor, SMALLEST_LAMBDA, *rule.numbers(self.step)),
         )
-        columns = [array("q", map(Tensor.data_ptr, xs)) for xs in (self.params, self.grads, self.first, self.second)]
-        self._columns = [*columns, array("q", chain.from_iterable(self.shapes))]  # alive as long as their addresses
-        addresses = [column.buffer_info()[0] if column else None for column in self._columns]
-        self._tensors = CTensors(len(self.params), *addresses)
+        first = addresses(self.first) if self.first else repeat(0, count)
+        columns = addresses(self.params), addresses(self.grads), first, addresses(self.second)
+        self._columns = array("q", chain(*columns, chain.from_iterable(self.shapes)))
 
     def block_sums(self) -> bool:
         """Pass 1: fill in the sums. Returns whether they are finite."""
-        return self._call("sums", self.sums.data_ptr(), self.sums.stride(0))
+        return bool(self._call("sums", self.sums.data_ptr(), self.sums.stride(0)))
 
     def apply_(self, c: Tensor | None, kappa: Tensor | None) -> None:
         """Pass 2: update moments and parameters. None stands for c = 0 and κ = 1."""
@@ -184,15 +181,11 @@ class Native(Run):
         U and the energy are those of every tensor's blocks. Rows 2 and 3 of the sums become the length of the
         uncorrected step along what a block shares, and its change.
         """
-        columns = [array("q", map(Tensor.data_ptr, xs)) for xs in (U, energy)]
-        addresses = [column.buffer_info()[0] for column in columns]
-        self._call("solve_and_apply", *addresses, self.sums.data_ptr(), self.sums.stride(0))
+        states = array("q", chain(addresses(U), addresses(energy)))
+        self._call("solve_and_apply", states.buffer_info()[0], self.sums.data_ptr(), self.sums.stride(0))
         torch.autograd.graph.increment_version(self.params)
 
-    def _call(self, name: str, *arguments: int | None) -> bool:
+    def _call(self, name: str, *arguments: int | None) -> Any:
         function = getattr(_library, f"blockmean_{name}")
-        tensors, rule = ctypes.byref(self._tensors), ctypes.byref(self._rule)
-        result: int = function(tensors, rule, *arguments, torch.get_num_threads())
-        if result < 0:
-            raise MemoryError("The kernels of blockmean found no memory for their tasks.")
-        return bool(result)
+        columns = self._columns.buffer_info()[0]
+        return function(columns, len(self.params), self._rule, torch.get_num_threads(), *arguments)

@@ -6,7 +6,7 @@
 //     refresh   U and V turn to what they follow, X and Y; M V and Uᵀ M are taken anew
 //
 // Every product runs through one tile in registers. Its right factor has whole vectors only: what is as long as the rows
-// of G is cut into panels of 48 columns, one after the other in memory, the last one padded with zeros. Pass 1 packs 48
+// of G is cut into panels of 48 columns, one after the other in memory, the last one padded with zeros. Pass 1 packs 96
 // rows of such a panel, which both products take from the L1 cache; so G is read from memory once. Sums over rows are
 // those of fixed chunks, added in order: results do not depend on threads.
 #include <cmath>
@@ -24,6 +24,9 @@ constexpr double NOISE = 0x1p-19;    // what is smaller than this share of a who
 constexpr double LOWEST = 0.7, HIGHEST = 20.0, LIFT = 7e-3, GENTLE = 3e-2;  // limits of c, as in decomposition.py
 constexpr double INERTIA = 1e-3;     // how much of the old columns is added to new ones of length 1
 constexpr double CLOSEST = 1e-5;     // smallest diagonal entry of a Cholesky factor of unit columns to be trusted
+constexpr double SAFE = 1e-3;        // with all of them above, one Cholesky factor is enough
+constexpr int64_t TALL = 96;         // rows of G at a time in pass 1
+constexpr int64_t LONG = 8 * BLOCK;  // terms of a sum in float: short ones round less
 constexpr float SMALLEST = 0x1p-63f;  // the root of the smallest normal number
 
 // f(p, c, n, wide) for every panel: its first column, its columns, and those with padding.
@@ -32,6 +35,13 @@ template <class F> INLINE void over_panels(const Matrix& m, F f) {
         const int64_t n = least(PANEL, m.inputs - c);
         f(p, c, n, (n + W - 1) / W * W);
     }
+}
+
+// f(T{}) for the storage type of a matrix.
+template <class F> void with_type(const Matrix& m, F f) {
+    if (m.dtype == BFLOAT16) return f(bfloat16{});
+    if (m.dtype == FLOAT16) return f(float16{});
+    f(float{});
 }
 
 // f(i, rows) for every block of rows.
@@ -56,9 +66,10 @@ void project_rows(const Matrix& m, const T* G, double sign, int64_t begin, int64
     const M flip = bits<M>(fill<V>(sign < 0 ? -0.0f : 0.0f));
     const int64_t k = padded(m.k), q = padded(m.q);
     float* parts = m.parts + begin / m.chunk() * m.panels() * m.k * PANEL;
-    alignas(LINE) float panel[BLOCK * PANEL];
-    over_blocks(begin, end, [&](int64_t i, int64_t rows) {
-        V squares[BLOCK] = {};
+    alignas(LINE) float panel[TALL * PANEL];
+    for (int64_t i = begin; i < end; i += TALL) {
+        const int64_t rows = least(TALL, end - i);
+        V squares[TALL] = {};
         over_panels(m, [&](int64_t p, int64_t c, int64_t n, int64_t wide) {
             for (int64_t r = 0; r < rows; ++r) {
                 const T* from = G + (i + r) * m.inputs + c;
@@ -72,7 +83,7 @@ void project_rows(const Matrix& m, const T* G, double sign, int64_t begin, int64
                 squares[r] = square;
             }
             // Meanwhile the next panel comes from memory: rows so short are no stream to the processor.
-            const T* next = c + PANEL < m.inputs ? G + i * m.inputs + c + PANEL : G + (i + BLOCK) * m.inputs;
+            const T* next = c + PANEL < m.inputs ? G + i * m.inputs + c + PANEL : G + (i + TALL) * m.inputs;
             const auto ahead = [&](int64_t row) {
                 Ahead some{least<int64_t>(HIGH, rows - row)};
                 some.add(next + row * m.inputs, m.inputs);
@@ -83,17 +94,13 @@ void project_rows(const Matrix& m, const T* G, double sign, int64_t begin, int64
             multiply<float>(m.k, wide, rows, {m.packed_U + i * k, 1, k}, panel, PANEL, part, PANEL, 1, i > begin);
         });
         for (int64_t r = 0; r < rows; ++r) m.rows[i + r] = float(sum(squares[r]));
-    });
+    }
 }
 
 void project(const Matrix& m, const AnovaRule& rule, int64_t begin, int64_t end) {
-    const auto with = [&](auto t) {
-        typedef decltype(t) T;
-        project_rows(m, reinterpret_cast<const T*>(m.grad), rule.sign, begin, end);
-    };
-    if (m.dtype == BFLOAT16) return with(bfloat16{});
-    if (m.dtype == FLOAT16) return with(float16{});
-    with(0.0f);
+    with_type(m, [&](auto t) {
+        project_rows(m, reinterpret_cast<const decltype(t)*>(m.grad), rule.sign, begin, end);
+    });
 }
 
 // Sums over chunks and rows.
@@ -108,7 +115,10 @@ void gather(const Matrix& m, const AnovaRule&, int64_t, int64_t) {
 
 // ------------------------------------------------------------------ between the passes
 
-INLINE float lerp(float& x, float y, float weight) { return x += weight * (y - x); }
+// From the nearer end, as torch's: with weight 1, x − x must not leave rounding errors of a large x behind.
+INLINE float lerp(float& x, float y, float weight) {
+    return x = weight < 0.5f ? x + weight * (y - x) : y - (1 - weight) * (y - x);
+}
 
 INLINE float inverse_root(float v, float floor) { return 1 / most(std::sqrt(v) + floor, SMALLEST); }
 
@@ -125,12 +135,12 @@ void subtract(const Matrix& m, const float* K, int64_t stride, int64_t p, int64_
     multiply<float>(m.k, wide, m.q, {K, stride, 1}, upper, PANEL, lower, PANEL, -1, 1);
 }
 
-// K = Uᵀ GV for any (O, k).
-void grand(const Matrix& m, const float* U, int64_t stride) {
-    const int64_t q = padded(m.q);
-    for (int64_t i = 0; i < m.units; i += 8 * BLOCK) {  // short sums round less
-        const int64_t rows = least(8 * BLOCK, m.units - i);
-        multiply<float>(m.k, q, rows, {U + i * stride, 1, stride}, m.GV + i * q, q, m.K, q, 1, i > 0);
+// K = Uᵀ GV.
+void grand(const Matrix& m) {
+    const int64_t q = padded(m.q), stride = m.unit_stride();
+    for (int64_t i = 0; i < m.units; i += LONG) {
+        const int64_t rows = least(LONG, m.units - i);
+        multiply<float>(m.k, q, rows, {m.U() + i * stride, 1, stride}, m.GV + i * q, q, m.K, q, 1, i > 0);
     }
 }
 
@@ -178,7 +188,7 @@ void precondition(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     lerp(m.scalar(W1), 1, fresh), lerp(m.scalar(WM), 1, means), lerp(m.scalar(WE), 1, rest);
     const double w1 = m.scalar(W1), wm = m.scalar(WM), wE = m.scalar(WE);
     pack_right(m);
-    grand(m, m.U(), stride);
+    grand(m);
     sum_squares(m);
     lerp(m.scalar(VARIANCE), float(m.total[0] / (O * I)), rest);
     lerp(m.scalar(REST_VARIANCE), float(m.total[1] / (O * I)), rest);
@@ -248,8 +258,11 @@ template <class T> void update_rows(const Matrix& m, const AnovaRule& rule, int6
             Ahead ahead{rows};
             ahead.add(m.M + corner, m.inputs), ahead.add(param + corner, m.inputs), ahead.add(grad + corner, m.inputs);
             for (int64_t j = 0; j < n; j += WIDE * W, ahead.rows = 0) {
+                const auto keep = [&](int64_t r, int64_t v, V product) __attribute__((always_inline)) {
+                    store(low_rank + r * PANEL + j + v * W, product);
+                };
                 const float* right = m.right + p * rank * PANEL + j;
-                product<float>(rows, n - j, rank, {m.left + i * rank, rank, 1}, right, PANEL, low_rank + j, PANEL, ahead);
+                product<float>(rows, n - j, rank, {m.left + i * rank, rank, 1}, right, PANEL, ahead, keep);
             }
             for (int64_t r = 0; r < rows; ++r) {
                 const V scale = fill<V>(m.scale[i + r]);
@@ -275,22 +288,20 @@ template <class T> void update_rows(const Matrix& m, const AnovaRule& rule, int6
 }
 
 void update(const Matrix& m, const AnovaRule& rule, int64_t begin, int64_t end) {
-    if (m.dtype == BFLOAT16) return update_rows<bfloat16>(m, rule, begin, end);
-    if (m.dtype == FLOAT16) return update_rows<float16>(m, rule, begin, end);
-    update_rows<float>(m, rule, begin, end);
+    with_type(m, [&](auto t) { update_rows<decltype(t)>(m, rule, begin, end); });
 }
 
 // ------------------------------------------------------------------ refresh
 
-// A = Rᵀ R for a symmetric A, (w, stride); A becomes R⁻¹. Whether A is positive definite, and far enough from singular.
-bool invert_root(double* A, int64_t w, int64_t stride, double* line) {
-    bool good = true;
+// A = Rᵀ R for a symmetric A, (w, stride); A becomes R⁻¹. Returns the smallest diagonal entry of R, or NaN.
+double invert_root(double* A, int64_t w, int64_t stride, double* line) {
+    double smallest = 1;
     for (int64_t j = 0; j < w; ++j)
         if (A[j * (stride + 1)] == 0) A[j * (stride + 1)] = 1;  // a zero column stays zero
     for (int64_t j = 0; j < w; ++j) {
         double* row = A + j * stride;
         const double diagonal = std::sqrt(row[j]);
-        good &= diagonal > CLOSEST;  // not so if it is no number
+        if (!(diagonal >= smallest)) smallest = diagonal;  // once it is no number, so are all others
         for (int64_t c = j; c < w; ++c) row[c] /= diagonal;
         for (int64_t i = j + 1; i < w; ++i)
             for (int64_t c = i; c < w; ++c) A[i * stride + c] -= row[i] * row[c];
@@ -302,50 +313,46 @@ bool invert_root(double* A, int64_t w, int64_t stride, double* line) {
             for (int64_t c = j; c < w; ++c) row[c] -= line[j] * A[j * stride + c];
         for (int64_t c = i; c < w; ++c) row[c] /= line[i];
     }
-    return good;
+    return smallest;
 }
 
-// Z = (S · scale + INERTIA · W) T₁ and T₂, for which Z T₂ is orthonormal, of a sketch S and a basis W.
+// The new basis: columns of the sketch at length 1, with a little of the old ones, made orthonormal by their Gram matrix,
+// twice if that is nearly singular. Returns whether they are far enough from parallel.
 bool orthonormalize_side(const Side& s) {
-    const int64_t w = s.w, stride = padded(w), two = padded(2 * w);
-    const auto fetch = [&](int64_t i, int64_t rows) {
-        copy(rows, w, s.sketch + i * s.row, s.row, s.column, s.block, two, w);
-        copy(rows, w, s.basis + i * s.row, s.row, s.column, s.block + w, two, two - w);
-    };
+    const int64_t w = s.w, stride = padded(w);
+    for (int64_t a = 0; a < stride; ++a) s.scale[a] = 0;
     over_blocks(0, s.length, [&](int64_t i, int64_t rows) {
-        fetch(i, rows);
-        multiply<double>(w, two, rows, {s.block, 1, two}, s.block, two, s.gram, two, 1, i > 0);
-        multiply<double>(w, w, rows, {s.block + w, 1, two}, s.block + w, two, s.gram + w * (two + 1), two, 1, i > 0);
+        double* Z = s.Z + i * stride;
+        copy(rows, w, s.sketch + i * s.row, s.row, s.column, Z, stride, stride);
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t a = 0; a < stride; ++a) s.scale[a] += Z[r * stride + a] * Z[r * stride + a];
     });
     double longest = 0;
-    for (int64_t a = 0; a < w; ++a) longest = most(longest, std::sqrt(s.gram[a * (two + 1)]));
-    for (int64_t a = 0; a < w; ++a) {
-        const double length = std::sqrt(s.gram[a * (two + 1)]);
-        s.scale[a] = length > NOISE * longest ? 1 / length : 0;  // noise must not decide where a column points
-    }
-    for (int64_t a = 0; a < w; ++a)
-        for (int64_t b = 0; b < w; ++b) {
-            const double *row = s.gram + a * two, SW = s.scale[a] * row[w + b], WS = s.scale[b] * s.gram[b * two + w + a];
-            s.gram[(w + b) * two + a] = row[w + b];
-            s.first[a * stride + b] = s.scale[a] * s.scale[b] * row[b] + INERTIA * (SW + WS) +
-                                      INERTIA * INERTIA * s.gram[(w + a) * two + w + b];
-        }
-    bool good = invert_root(s.first, w, stride, s.block);
+    for (int64_t a = 0; a < w; ++a) longest = most(longest, s.scale[a] = std::sqrt(s.scale[a]));
+    for (int64_t a = 0; a < w; ++a)  // noise must not decide where a column points
+        s.scale[a] = s.scale[a] > NOISE * longest ? 1 / s.scale[a] : 0;
     over_blocks(0, s.length, [&](int64_t i, int64_t rows) {
-        fetch(i, rows);
+        copy(rows, w, s.basis + i * s.row, s.row, s.column, s.block, stride, stride);
         double* Z = s.Z + i * stride;
-        for (int64_t r = 0; r < rows; ++r)
-            for (int64_t a = 0; a < w; ++a) {
-                double* x = s.block + r * two + a;
-                *x = *x * s.scale[a] + INERTIA * x[w];
-            }
-        multiply<double>(rows, stride, w, {s.block, two, 1}, s.first, stride, Z, stride);
-        multiply<double>(w, stride, rows, {Z, 1, stride}, Z, stride, s.second, stride, 1, i > 0);
-        copy(rows, stride, Z, stride, 1, s.narrow + i * stride, stride, stride);
+        for (int64_t r = 0; r < rows * stride; r += stride)
+            for (int64_t a = 0; a < stride; ++a) Z[r + a] = Z[r + a] * s.scale[a] + INERTIA * s.block[r + a];
     });
-    good &= invert_root(s.second, w, stride, s.block);
-    copy(w, stride, s.second, stride, 1, s.T, stride, stride);
-    return good;
+    for (int again = 0; again < 2; ++again) {
+        over_blocks(0, s.length, [&](int64_t i, int64_t rows) {
+            const double* Z = s.Z + i * stride;
+            multiply<double>(w, stride, rows, {Z, 1, stride}, Z, stride, s.gram, stride, 1, i > 0);
+        });
+        const double smallest = invert_root(s.gram, w, stride, s.block);
+        if (!(smallest > CLOSEST)) return false;
+        over_blocks(0, s.length, [&](int64_t i, int64_t rows) {
+            double* Z = s.Z + i * stride;
+            multiply<double>(rows, stride, w, {Z, stride, 1}, s.gram, stride, s.block, stride);
+            copy(rows, stride, s.block, stride, 1, Z, stride, stride);
+            copy(rows, stride, Z, stride, 1, s.turned + i * stride, stride, stride);
+        });
+        if (smallest > SAFE) break;
+    }
+    return true;
 }
 
 bool has_zero_column(const Side& s) {
@@ -370,55 +377,45 @@ void project_average(const Matrix& m, const AnovaRule&, int64_t begin, int64_t e
     project_rows(m, m.M, 1.0, begin, end);
 }
 
-// W ← Z T₂ and S ← W Wᵀ S. With C = [scale; INERTIA] T₁ T₂ and the Gram matrix H of [S, W], Wᵀ S = Cᵀ H[:, S], and the old
-// W has the product H[W, :] C with the new one.
+// AᵀB, (w, padded w), for an A that lies as the basis does, and the new basis B.
+void with_new_basis(const Side& s, const float* A, float* out) {
+    const int64_t stride = padded(s.w);
+    for (int64_t i = 0; i < s.length; i += LONG) {
+        const int64_t rows = least(LONG, s.length - i);
+        const Factor<float> part = {A + i * s.row, s.column, s.row};
+        multiply<float>(s.w, stride, rows, part, s.turned + i * stride, stride, out, stride, 1, i > 0);
+    }
+}
+
+// W ← W_new and S ← W_new W_newᵀ S; what second moments turn by is (Wᵀ W_new)∘².
 void turn_side(const Side& s, float* block) {
-    const int64_t w = s.w, stride = padded(w), two = padded(2 * w);
-    const auto put = [&](const auto* from, int64_t from_row, float* to, int64_t i, int64_t rows) {
+    const int64_t w = s.w, stride = padded(w);
+    with_new_basis(s, s.basis, s.turn);
+    for (int64_t i = 0; i < w * stride; ++i) s.turn[i] *= s.turn[i];
+    float* const product = reinterpret_cast<float*>(s.gram);
+    with_new_basis(s, s.sketch, product);
+    copy(w, w, product, 1, stride, s.kept, stride, stride);
+    const auto put = [&](const float* from, float* to, int64_t rows) {
         for (int64_t a = 0; a < w; ++a)
-            for (int64_t r = 0; r < rows; ++r) to[(i + r) * s.row + a * s.column] = float(from[r * from_row + a]);
+            for (int64_t r = 0; r < rows; ++r) to[r * s.row + a * s.column] = from[r * stride + a];
     };
     over_blocks(0, s.length, [&](int64_t i, int64_t rows) {
-        multiply<double>(rows, stride, w, {s.Z + i * stride, stride, 1}, s.second, stride, s.block, two);
-        copy(rows, stride, s.block, two, 1, s.narrow + i * stride, stride, stride);
-        put(s.block, two, s.basis, i, rows);
-    });
-    multiply<double>(w, stride, w, {s.first, stride, 1}, s.second, stride, s.both, stride);
-    const auto mix = [&](const double* SH, const double* WH, bool by_row) {
-        for (int64_t a = 0; a < w; ++a)
-            for (int64_t b = 0; b < stride; ++b)
-                s.first[a * stride + b] =
-                    b < w ? s.scale[by_row ? a : b] * SH[a * two + b] + INERTIA * WH[a * two + b] : 0;
-    };
-    mix(s.gram + w * two, s.gram + w * (two + 1), false);
-    multiply<double>(w, stride, w, {s.first, stride, 1}, s.both, stride, s.second, stride);
-    for (int64_t i = 0; i < w * stride; ++i) s.turn[i] = float(s.second[i] * s.second[i]);
-    mix(s.gram, s.gram + w * two, true);
-    multiply<double>(w, stride, w, {s.both, 1, stride}, s.first, stride, s.second, stride);
-    copy(w, stride, s.second, stride, 1, s.kept, stride, stride);
-    over_blocks(0, s.length, [&](int64_t i, int64_t rows) {
-        multiply<float>(rows, stride, w, {s.narrow + i * stride, stride, 1}, s.kept, stride, block, stride);
-        put(block, stride, s.sketch, i, rows);
+        const float* basis = s.turned + i * stride;
+        put(basis, s.basis + i * s.row, rows);
+        multiply<float>(rows, stride, w, {basis, stride, 1}, s.kept, stride, block, stride);
+        put(block, s.sketch + i * s.row, rows);
     });
 }
 
-// All that is linear in the columns, and second moments, in new coordinates.
+// M in new coordinates, which `project_average` has left in GV and UG, and second moments.
 void turn_moments(const Matrix& m) {
     const int64_t k = padded(m.k), q = padded(m.q), stride = m.unit_stride();
     const Side &units = m.of_units, &inputs = m.of_inputs;
-    multiply<float>(m.k, q, m.k, {units.T, 1, k}, m.K, q, m.mixed, q);
-    multiply<float>(m.k, q, m.q, {m.mixed, q, 1}, inputs.T, q, m.K, q);
+    grand(m);
     copy(m.k, m.q, m.K, q, 1, m.K_m(), m.q, m.q);
-    over_blocks(0, m.units, [&](int64_t i, int64_t rows) {
-        multiply<float>(rows, q, m.q, {m.GV + i * q, q, 1}, inputs.T, q, m.block, q);
-        copy(rows, q, m.block, q, 1, m.GV + i * q, q, q);
-        copy(rows, m.q, m.block, q, 1, m.MV() + i * stride, stride, m.q);
-    });
-    over_panels(m, [&](int64_t p, int64_t c, int64_t n, int64_t wide) {
-        float *UG = m.UG + p * m.k * PANEL, *lower = m.right + (p * (m.q + m.k) + m.q) * PANEL;
-        multiply<float>(m.k, wide, m.k, {units.T, 1, k}, UG, PANEL, lower, PANEL);
-        copy(m.k, wide, lower, PANEL, 1, UG, PANEL, wide);
-        copy(m.k, n, lower, PANEL, 1, m.UM() + c, m.inputs, n);
+    copy(m.units, m.q, m.GV, q, 1, m.MV(), stride, m.q);
+    over_panels(m, [&](int64_t p, int64_t c, int64_t n, int64_t) {
+        copy(m.k, n, m.UG + p * m.k * PANEL, PANEL, 1, m.UM() + c, m.inputs, n);
     });
     copy(m.k, m.q, m.v_K(), m.q, 1, m.mixed, q, q);
     multiply<float>(m.k, q, m.k, {units.turn, 1, k}, m.mixed, q, m.spare, q);
@@ -434,7 +431,6 @@ void turn_moments(const Matrix& m) {
 void turn(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const int64_t k = padded(m.k), q = padded(m.q), stride = m.unit_stride();
     if (m.total[2] != 0) {
-        grand(m, m.of_units.narrow, k);
         turn_side(m.of_units, m.block), turn_side(m.of_inputs, m.block);
         turn_moments(m);
     } else {
@@ -477,4 +473,7 @@ void turn(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
 #define JOIN(a, b) JOIN_(a, b)
 
 extern const AnovaKernels blockmean::JOIN(anova_, VARIANT) = {
-    pack, project, gather, precondition, update, orthonormalize, project_average, turn};
+    {{pack}, {project, true}, {gather}},
+    {{precondition}, {update, true}, {orthonormalize, false, true}, {project_average, true, true}, {gather, false, true},
+     {turn, false, true}},
+};

@@ -10,47 +10,34 @@ constexpr int64_t BLOCK = 48;  // rows of a block: with a panel of them, all tha
 
 inline int64_t padded(int64_t n) { return (n + 15) & ~int64_t(15); }  // to whole vectors, and lines of the cache
 
-// Matrices: a column per field, `count` numbers long. `CMatrices` in anova.py has the same fields.
-struct AnovaMatrices {
-    int64_t count;
-    char* const* param;
-    char* const* grad;
-    float *const *exp_avg, *const *unit_means, *const *input_means, *const *grand_means;
-    const int64_t *units, *inputs, *k, *q, *dtype;
-    int64_t* refresh;  // 1 if due; becomes −1 where a column of U or V is zero, and torch has to do it
-    const double *bound_means, *bound_rest;  // of |m̂| / √v̂
-};
-
-// `CAnovaRule` in anova.py has the same fields.
+// `NUMBERS` in anova.py has the same fields.
 struct AnovaRule {
     double beta1, mean_beta, beta2, lr, weight_decay, eps, sign;
 };
 
 enum Scalar { VARIANCE, REST_VARIANCE, FACTOR, W1, WM, WE };  // the end of grand_means
 
-// What a refresh knows of U or of V. All are in double, and w is the number of columns, k or q.
+// What a refresh knows of U or of V; w is the number of columns, k or q.
 struct Side {
     float *basis, *sketch;  // U and X, or V and Y: entry (i, j) at i · row + j · column
     int64_t length, w, row, column;
-    double *gram;            // (2w, padded 2w), of [sketch, basis]
-    double *scale;           // (w), of the columns of the sketch: 1 over their lengths, or 0
-    double *first, *second;  // (w, padded w), T of both Cholesky factors
-    double *both;            // (w, padded w), their product
-    double *block;           // (BLOCK, padded 2w)
-    double *Z;               // (length, padded w), columns that are nearly orthonormal
-    float *narrow;           // (length, padded w), the same, then the new basis
-    float *T, *turn, *kept;  // (w, padded w), `second`, and what second moments and sketches turn by
+    float *turned;       // (length, padded w), the new basis
+    double *Z;           // (length, padded w), the same while it is being made
+    double *gram;        // (w, padded w)
+    double *block;       // (BLOCK, padded w)
+    double *scale;       // (padded w), of the columns of the sketch: 1 over their lengths, or 0
+    float *turn, *kept;  // (w, padded w), what second moments and sketches turn by
 };
 
-// One of them, and where its numbers are: first those that `read` leaves for `write`, then those of one phase.
+// A matrix, and where its numbers are: first those that `read` leaves for `write`, then those of one phase.
 struct Matrix {
     char* param;
     const char* grad;
     float *M, *unit, *input, *grand;
     int64_t units, inputs, k, q;
     Dtype dtype;
-    int64_t* refresh;
-    double bound_means, bound_rest;
+    int64_t* refresh;  // 1 if due; becomes −1 where a column of U or V is zero, and torch has to do it
+    double bound_means, bound_rest;  // of |m̂| / √v̂
 
     float *GV;      // (O, padded q)
     float *UG;      // (panels, k, PANEL)
@@ -97,13 +84,20 @@ struct Matrix {
     int64_t chunks() const { return (units + chunk() - 1) / chunk(); }
 };
 
-// Takes part of a step with some rows of a matrix, or with all of it.
-typedef void (*Phase)(const Matrix&, const AnovaRule&, int64_t begin, int64_t end);
+// A part of a step, of some rows of a matrix or of all of it.
+struct Phase {
+    void (*run)(const Matrix&, const AnovaRule&, int64_t begin, int64_t end);
+    bool by_chunk = false, only_refresh = false;
+
+    int64_t rows(const Matrix& m) const { return by_chunk ? m.chunk() : m.units; }
+    void take(const Matrix& m, const AnovaRule& rule, int64_t begin) const {
+        const int64_t end = begin + rows(m);
+        if (!only_refresh || *m.refresh == 1) run(m, rule, begin, end < m.units ? end : m.units);
+    }
+};
 
 struct AnovaKernels {
-    Phase pack, project, gather;   // pass 1
-    Phase precondition, update;    // between the passes, and pass 2
-    Phase orthonormalize, project_average, turn;  // refresh
+    Phase read[3], write[6];
 };
 
 extern const AnovaKernels anova_plain;

@@ -10,10 +10,10 @@ The layout of a matrix's state, with O units, I inputs, k columns of U and q of 
 
 from __future__ import annotations
 
-import ctypes
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from blockmean.optim import kernels
 from blockmean.optim.base import State
 from blockmean.optim.batches import counts
-from blockmean.optim.kernels import DTYPES, triton_anova
+from blockmean.optim.kernels import ANOVA_RULE, DTYPES, addresses, triton_anova
 from blockmean.optim.sharding import PLAIN
 
 STATE = ("exp_avg", "unit_means", "input_means", "grand_means")
@@ -30,79 +30,42 @@ NUMBERS = ("beta1", "mean_beta", "beta2", "lr", "weight_decay", "eps", "sign")
 SERVED = {torch.float32, torch.bfloat16, torch.float16}
 
 
-class CMatrices(ctypes.Structure):
-    """`struct AnovaMatrices` of anova.hpp: a column per field."""
-
-    _fields_ = (
-        ("count", ctypes.c_int64),
-        ("param", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in STATE),
-        *((name, ctypes.c_void_p) for name in ("units", "inputs", "k", "q", "dtype", "refresh")),
-        ("bound_means", ctypes.c_void_p),
-        ("bound_rest", ctypes.c_void_p),
-    )
-
-
-class CAnovaRule(ctypes.Structure):
-    """`struct AnovaRule` of anova.hpp."""
-
-    _fields_ = tuple((name, ctypes.c_double) for name in NUMBERS)
-
-
-def load() -> ctypes.CDLL | None:
-    """The library that the kernels of all optimizers are in, if it was built."""
-    library = kernels._library
-    if library is None:
-        return None
-    library.blockmean_anova_sizes.restype = ctypes.c_int64
-    if library.blockmean_anova_sizes() != ctypes.sizeof(CMatrices) << 16 | ctypes.sizeof(CAnovaRule):
-        raise ImportError("The kernels of blockmean are those of another version. Install blockmean again.")
-    matrices, rule = ctypes.POINTER(CMatrices), ctypes.POINTER(CAnovaRule)
-    library.blockmean_anova_scratch.argtypes = (matrices, ctypes.c_int)
-    library.blockmean_anova_scratch.restype = ctypes.c_int64
-    for function in (library.blockmean_anova_read, library.blockmean_anova_write):
-        function.argtypes = (matrices, rule, ctypes.c_void_p, ctypes.c_int)
-    return library
-
-
-_library = load()
-
-
 def why_not(param: Tensor, k: int, q: int) -> str | None:
     """Why no kernel can serve a matrix, to complete a sentence about it; None if one can."""
     if param.dtype not in SERVED:
         return f"is {str(param.dtype).removeprefix('torch.')}"
-    if not param.is_contiguous():
-        return "is not contiguous"
     if not (k and q):
         return "has means of one side only"
     if param.device.type == "cpu":
-        return None if _library is not None else f"is on a CPU, and {kernels.MISSING}"
+        return None if kernels._library is not None else f"is on a CPU, and {kernels.MISSING}"
+    if not param.is_contiguous():
+        return "is not contiguous"
     shape = triton_anova.Shape(param.shape[0], param.shape[1:].numel(), k, q)
-    reason = triton_anova.why_not(param.device, [shape])
+    reason = triton_anova.why_not(param.device, shape)
     return reason and f"is on {param.device}, and {reason}"
 
 
 def serves(param: Tensor, grad: Tensor, state: State) -> bool:
-    """Whether kernels serve a matrix: all of it dense and contiguous, its state in float32."""
-    tensors = (param, grad, *(state[name] for name in STATE))
+    """Whether kernels serve a matrix: dense, its state contiguous and in float32."""
+    kept = [state[name] for name in STATE]
     alike = (
-        all(map(Tensor.is_contiguous, tensors))
-        and PLAIN.issuperset(map(type, tensors))
+        all(map(Tensor.is_contiguous, kept))
+        and PLAIN.issuperset(map(type, (param, grad, *kept)))
         and param.dtype in SERVED
         and grad.dtype == param.dtype
+        and grad.layout == torch.strided
         and state["exp_avg"].dtype == torch.float32
         and param.numel() > 0
+        and not grad.is_neg()
+        and all(counts(state))  # means of one side alone follow other sketches
     )
-    alike = alike and all(counts(state))  # means of one side alone follow other sketches
     if not param.is_cpu:
-        return alike and why_not(param, *counts(state)) is None
-    return alike and _library is not None and grad.data_ptr() != 0 and not grad.is_neg()
+        return alike and grad.is_contiguous() and why_not(param, *counts(state)) is None
+    return alike and kernels._library is not None and grad.data_ptr() != 0
 
 
 class NativeMatrices:
-    """One step of matrices that the kernels serve.
+    """One step of matrices that the kernels serve. Those that are not contiguous (channels_last) are copied.
 
     Args:
         states: of every matrix, in the layout above.
@@ -122,54 +85,49 @@ class NativeMatrices:
         bounds: Sequence[tuple[float, float]],
         kept: dict[str, Any],
     ) -> None:
-        self._kept = params, grads, states  # alive as long as their addresses
-        self._rule = CAnovaRule(*(numbers[name] for name in NUMBERS))
-        units = [param.shape[0] for param in params]
-        means = [counts(state) for state in states]
-        self._refresh = array("q", refreshes)
-        self._columns: list[array[int] | array[float]] = [
-            *map(pointers, (params, grads, *([state[name] for state in states] for name in STATE))),
-            array("q", units),
-            array("q", [param.numel() // n for param, n in zip(params, units, strict=True)]),
-            array("q", [k for k, _ in means]),
-            array("q", [q for _, q in means]),
-            array("q", [DTYPES[param.dtype] for param in params]),
-            self._refresh,
-            array("d", [of_means for of_means, _ in bounds]),
-            array("d", [of_rest for _, of_rest in bounds]),
+        self._params = params
+        self._tensors = [  # alive as long as their addresses
+            *(list(map(Tensor.contiguous, column)) for column in (params, grads)),
+            *([state[name] for state in states] for name in STATE),
         ]
-        self._matrices = CMatrices(len(params), *(column.buffer_info()[0] for column in self._columns))
-        self._threads = torch.get_num_threads()  # the layout of the scratch depends on it
-        assert _library is not None
-        self._functions = _library.blockmean_anova_read, _library.blockmean_anova_write
-        size = _library.blockmean_anova_scratch(ctypes.byref(self._matrices), self._threads)
-        self._scratch: Tensor = kept.setdefault("scratch", torch.empty(0))
-        if self._scratch.numel() < size:
+        self._rule = ANOVA_RULE.pack(*(numbers[name] for name in NUMBERS))
+        units, means = [len(param) for param in params], [counts(state) for state in states]
+        self._columns = array(
+            "q",
+            [
+                *chain.from_iterable(map(addresses, self._tensors)),
+                *units,
+                *(param.numel() // n for param, n in zip(params, units, strict=True)),
+                *(k for k, _ in means),
+                *(q for _, q in means),
+                *(DTYPES[param.dtype] for param in params),
+                *refreshes,
+            ],
+        )
+        self._bounds = array("d", [bound for pair in bounds for bound in pair])
+        threads = torch.get_num_threads()  # the layout of the scratch depends on it
+        self._list = self._columns.buffer_info()[0], self._bounds.buffer_info()[0], len(params), threads
+        assert kernels._library is not None
+        self._library = kernels._library
+        self._scratch: Tensor = kept.setdefault("scratch", torch.empty(0, dtype=torch.float32, device="cpu"))
+        if self._scratch.numel() < (size := self._library.blockmean_anova_scratch(*self._list)):
             self._scratch.resize_(size)
 
     def read(self) -> Tensor:
         """Pass 1, which changes nothing. NaN if a gradient is not finite; then there is to be no `write`."""
-        return torch.tensor(0.0 if self._call(0) else math.nan)
+        is_finite = self._library.blockmean_anova_read(*self._list, self._rule, self._scratch.data_ptr())
+        return torch.tensor(0.0 if is_finite else math.nan)
 
     def write(self, ok: Tensor | None = None) -> list[int]:
         """Update state and parameters. Returns which matrices are due for a refresh that torch has to do."""
-        self._call(1)
-        torch.autograd.graph.increment_version(self._kept[0])  # so that a stale graph is noticed
-        return [i for i, flag in enumerate(self._refresh) if flag < 0]
-
-    def _call(self, which: int) -> int:
-        matrices, rule = ctypes.byref(self._matrices), ctypes.byref(self._rule)
-        result: int = self._functions[which](matrices, rule, self._scratch.data_ptr(), self._threads)
-        if result < 0:
-            raise MemoryError("The kernels of blockmean found no memory for their tasks.")
-        return result
+        self._library.blockmean_anova_write(*self._list, self._rule, self._scratch.data_ptr())
+        for param, dense in zip(self._params, self._tensors[0], strict=True):
+            if dense is not param:
+                param.copy_(dense)
+        torch.autograd.graph.increment_version(self._params)  # so that a stale graph is noticed
+        return [i for i, due in enumerate(self._columns[-len(self._params) :]) if due < 0]
 
 
 def of_device(device: torch.device) -> type[NativeMatrices] | type[triton_anova.TritonStep]:
     """What takes steps there."""
     return NativeMatrices if device.type == "cpu" else triton_anova.TritonStep
-
-
-def pointers(tensors: Iterable[Tensor]) -> array[int]:
-    """Their addresses."""
-    return array("q", map(Tensor.data_ptr, tensors))

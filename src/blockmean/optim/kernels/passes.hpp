@@ -24,17 +24,6 @@ struct Shape {
     int64_t outer, blocks, inner;
 };
 
-// The tensors of a run: a column per field, `count` numbers long. `CTensors` in __init__.py has the same fields.
-struct Tensors {
-    int64_t count;
-    char* const* param;
-    char* const* grad;
-    char* const* first;  // null for AdaGrad
-    char* const* second;
-    const Shape* shape;
-};
-
-// One of them.
 struct Tensor : Shape {
     char* param;
     const char* grad;
@@ -42,7 +31,7 @@ struct Tensor : Shape {
     char* second;
 };
 
-// What all tensors of a run share; gain, gain_r and rate are m̂/m, r̂/r and η. `CRule` in __init__.py has the same fields.
+// What all tensors of a run share; gain, gain_r and rate are m̂/m, r̂/r and η. `RULE` in __init__.py has the same fields.
 struct Rule {
     Sums sums;
     int64_t adam;

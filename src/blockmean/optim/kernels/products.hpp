@@ -43,11 +43,11 @@ struct Ahead {
     }
 };
 
-// out[r, :] = Σ_p a[r, p] b[p, :] for HIGH rows of N vectors, of which the first `rows` count. A function of its own: what
-// surrounds it would take the registers that it needs for addresses.
-template <int N, class A>
-__attribute__((noinline)) void tile(int64_t rows, int64_t depth, Factor<A> a, const A* b, int64_t stride, A* out,
-                                    int64_t out_stride, Ahead ahead) {
+// finish(r, v, Σ_p a[r, p] b[p, :]) for HIGH rows of N vectors, of which the first `rows` count. A function of its own:
+// what surrounds it would take the registers that it needs for addresses.
+template <int N, class A, class F>
+__attribute__((noinline)) void tile(int64_t rows, int64_t depth, Factor<A> a, const A* b, int64_t stride, Ahead ahead,
+                                    const F& finish) {
     const A* at[HIGH];
     Vec<A> sum[HIGH][N] = {};
 #pragma GCC unroll 8
@@ -72,19 +72,21 @@ __attribute__((noinline)) void tile(int64_t rows, int64_t depth, Factor<A> a, co
         add_until(last ? depth : p + steps);
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < HIGH; ++r)
+    for (int r = 0; r < HIGH; ++r) {
+        if (r == rows) break;
 #pragma GCC unroll 3
-        for (int v = 0; v < N; ++v) store(out + r * out_stride + v * Lanes<A>::W, sum[r][v]);
+        for (int v = 0; v < N; ++v) finish(r, v, sum[r][v]);
+    }
 }
 
-// The same for as many vectors as n columns need, WIDE at most. Returns how many.
-template <class A>
-INLINE int64_t product(int64_t rows, int64_t n, int64_t depth, Factor<A> a, const A* b, int64_t stride, A* out,
-                       int64_t out_stride, const Ahead& ahead) {
+// The same for as many vectors as n columns need, WIDE at most.
+template <class A, class F>
+INLINE void product(int64_t rows, int64_t n, int64_t depth, Factor<A> a, const A* b, int64_t stride, const Ahead& ahead,
+                    const F& finish) {
     const int64_t vectors = (n + Lanes<A>::W - 1) / Lanes<A>::W;
-    if (vectors >= WIDE) return tile<WIDE>(rows, depth, a, b, stride, out, out_stride, ahead), WIDE;
-    if (WIDE > 2 && vectors == 2) return tile<2>(rows, depth, a, b, stride, out, out_stride, ahead), 2;
-    return tile<1>(rows, depth, a, b, stride, out, out_stride, ahead), 1;
+    if (vectors >= WIDE) return tile<WIDE>(rows, depth, a, b, stride, ahead, finish);
+    if (WIDE > 2 && vectors == 2) return tile<2>(rows, depth, a, b, stride, ahead, finish);
+    tile<1>(rows, depth, a, b, stride, ahead, finish);
 }
 
 struct Nothing {
@@ -96,26 +98,20 @@ template <class A, class F = Nothing>
 void multiply(int64_t m, int64_t n, int64_t depth, Factor<A> a, const A* b, int64_t b_stride, A* c, int64_t c_stride,
               A alpha = 1, A beta = 0, F next = F{}) {
     constexpr int lanes = Lanes<A>::W;
-    constexpr int64_t wide = WIDE * lanes;
-    alignas(LINE) A out[HIGH * wide];
     const Vec<A> by = fill<Vec<A>>(alpha), old = fill<Vec<A>>(beta);
-    for (int64_t j = 0; j < n; j += wide)
+    for (int64_t j = 0; j < n; j += WIDE * lanes)
         for (int64_t i = 0; i < m; i += HIGH) {
             const Factor<A> part = {a.at + i * a.row, a.row, a.column};
-            const int64_t rows = least<int64_t>(HIGH, m - i);
-            const int64_t vectors = product(rows, n - j, depth, part, b + j, b_stride, out, wide, j ? Ahead{} : next(i));
-            for (int64_t r = 0; r < rows; ++r) {
-                A* at = c + (i + r) * c_stride + j;
-                for (int64_t v = 0; v < vectors; ++v, at += lanes) {
-                    const Vec<A> x = by * load(out + r * wide + v * lanes);
-                    const int rest = int(least<int64_t>(n - j - v * lanes, lanes));
-                    if (rest == lanes) {
-                        store(at, beta == 0 ? x : fma(old, load(at), x));
-                    } else {
-                        store(at, beta == 0 ? x : fma(old, load(at, rest), x), rest);
-                    }
-                }
-            }
+            product(least<int64_t>(HIGH, m - i), n - j, depth, part, b + j, b_stride, j ? Ahead{} : next(i),
+                    [&](int64_t r, int64_t v, Vec<A> sum) __attribute__((always_inline)) {
+                        A* at = c + (i + r) * c_stride + j + v * lanes;
+                        const int64_t rest = n - j - v * lanes;
+                        if (rest >= lanes) {
+                            store(at, beta == 0 ? by * sum : fma(old, load(at), by * sum));
+                        } else {
+                            store(at, beta == 0 ? by * sum : fma(old, load(at, int(rest)), by * sum), int(rest));
+                        }
+                    });
         }
 }
 
@@ -132,11 +128,12 @@ void copy(int64_t m, int64_t n, const B* from, int64_t row, int64_t column, A* t
 }
 
 INLINE float sum(V x) {
-    float lanes[W];
-    store(lanes, x);
-    for (int half = W / 2; half > 0; half /= 2)
-        for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
-    return lanes[0];
+    typedef float Four __attribute__((vector_size(16)));
+    Four parts[W / 4];
+    std::memcpy(parts, &x, sizeof(x));
+    for (int half = W / 8; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+    return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
 float dot(const float* a, const float* b, int64_t n) {

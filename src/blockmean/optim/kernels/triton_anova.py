@@ -1,43 +1,50 @@
-"""Anova's steady step on a GPU: pass 1, the arithmetic between the passes and pass 2 for a list of matrices.
+"""Anova's steady step on a GPU, by Triton: its tables and launches.
 
-Nine launches take a step of all matrices together, whatever their shapes; two more where some rows are not a multiple
-of 16 bytes. `triton_kernels` has the code of the device and is imported when it is first launched. Starts and refreshes
-are not here: `decomposition` does them.
+Seven launches take all matrices of a group through a step, whatever their shapes. Those of another dtype, and those
+whose rows do not start at multiples of 16 bytes, have launches of their own. `triton_kernels` has the code of the
+device, and is imported when it is first launched. Starts and refreshes are not here: torch's operations do them.
 
 Bytes of global memory for a parameter, float32, k = q = 32:
 
-    pass 1    G 4, parts of GV 8q/strip = 1 and of UG 8k/tile = 0.5, which are written and read     5.5
+    pass 1    G 4; parts of GV 8q/STRIP = 2 and of UG 8k/TILE = 0.25, which are written and read    6.25
     pass 2    G, M, θ read, M, θ written                                                             20
-    means     states, left and right: about 2000/O + 2000/I
+    means     states, left and right: about 2000/O + 1800/I
 
-25.5 for large matrices and 31 for 768 × 768, where a fused AdamW has 28. Reading G once for each of its two products
-would cost 8 instead of 5.5. U, V, left and right are read again for every tile, from the cache.
+26.3 for large matrices, where a fused AdamW has 28. Pass 1 reads G again for every further 32 means. Caches have to
+serve 12 more: tiles of pass 2 share left, right and V.
 """
 
 from __future__ import annotations
 
-import struct
+import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockmean.optim.batches import counts
+from blockmean.optim.base import State
+from blockmean.optim.batches import MEANS, counts
+from blockmean.optim.decomposition import longest_factor
 
-LARGEST = 128
-"""Most columns of U or V: more do not fit into registers."""
+MOST = 128
+"""Columns of U or V: L Lᵀ has to fit into registers."""
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of parameters and gradients; everything else is float32."""
+TILE, STRIP, PIECE, STEP = 1024, 128, 16, 16
+"""Pass 1: rows and columns of a program, columns of each of its warps, and rows at a time."""
 
-STATE = ("exp_avg", "unit_means", "input_means", "grand_means")
+UPDATE_TILE, UPDATE_STRIP = 32, 64
+"""Pass 2: rows and columns of a program."""
 
-COLUMNS = 24
-"""Of the table; `triton_kernels` says which."""
+BLOCKS = {32: (32, 4), 64: (32, 4), 128: (16, 8)}
+"""Between the passes: rows or columns of a program, and its warps, by the columns of U and V, padded."""
+
+WIDTH = 64
+"""`add`: columns of a program."""
+
+PRECISION = "ieee" if torch.version.hip else "tf32x3"
+"""Of products in both passes, never plain TF32. AMD's matrix cores multiply float32 as it is."""
 
 
 class Shape(NamedTuple):
@@ -49,336 +56,205 @@ class Shape(NamedTuple):
     q: int
 
 
-class Numbers(NamedTuple):
-    """The numbers of a step, for one matrix."""
+def why_not(device: torch.device, shape: Shape) -> str | None:
+    """Why a matrix on this device cannot take its steps here; None if it can.
 
-    lr: Tensor  # one float32 on the device
-    beta1: float
-    mean_beta: float
-    beta2: float
-    weight_decay: float
-    eps: float
-    sign: float  # −1 to maximize
-
-
-class Sizes(NamedTuple):
-    """Tiles of the launches, so large that memory is read well and so small that registers suffice."""
-
-    tile: int  # rows of a tile in both passes
-    strip: int  # columns of a tile in pass 1
-    piece: int  # of which a warp has so many
-    step: int  # rows at a time, in both passes
-    update_strip: int  # columns of a tile in pass 2
-    block: int  # rows or columns between the passes
-    warps: int  # between the passes
-
-
-PARTS, WIDTH = 64, 64  # of `gather`
-SIZES = {  # by the most columns of U or V, padded
-    32: Sizes(512, 256, 32, 16, 128, 32, 4),
-    64: Sizes(512, 128, 16, 16, 64, 32, 4),
-    128: Sizes(512, 64, 64, 16, 32, 16, 8),
-}
-
-
-def why_not(device: torch.device | str, shapes: Sequence[Shape] = ()) -> str | None:
-    """Why a step on this device, of these matrices, cannot take place here; None if it can.
-
-    >>> why_not("cpu")
-    'parameters are on cpu, not on a GPU'
+    >>> why_not(torch.device("cpu"), Shape(8, 8, 2, 2))
+    'Triton has no kernels for cpu'
     """
-    if torch.device(device).type != "cuda":  # torch calls AMD's cuda as well
-        return f"parameters are on {torch.device(device).type}, not on a GPU"
-    reasons = filter(None, map(_why_not, shapes))
-    return next(reasons, None if find_spec("triton") else "triton is not installed")
-
-
-def _why_not(shape: Shape) -> str | None:
-    O, I, k, q = shape
-    if not (O and I and 0 <= k <= O and 0 <= q <= I):
-        return f"{O} × {I} entries cannot have k = {k} and q = {q}"
-    if max(k, q) > LARGEST:
-        return f"k = {k}, q = {q}: at most {LARGEST} means of a side"
-    if I * LARGEST >= 2**31 or O >= 2**31:
-        return f"a matrix of {O} × {I} is too large for offsets of 32 bits"
+    if device.type != "cuda":  # torch calls AMD's cuda as well
+        return f"Triton has no kernels for {device.type}"
+    if max(shape.k, shape.q) > MOST:
+        return f"Triton's kernels take at most {MOST} means of a side"
+    if TILE * shape.inputs >= 2**31 or shape.units >= 2**31:
+        return f"Triton's kernels have too few bits for {shape.units} × {shape.inputs} entries"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
+        return "Triton's kernels need compute capability 8.0"
     return None
 
 
-def padded(columns: int) -> int:
-    """The next power of two that a matrix product of the device takes."""
-    return max(16, 1 << (columns - 1).bit_length()) if columns else 16
+def scratch_lengths(shape: Shape, tiles: int, strips: int, rows: int, columns: int) -> dict[str, int]:
+    """What a matrix has in scratch, in the order of the table; `rows` and `columns` are blocks of them."""
+    O, I, k, q = shape
+    return {
+        "GV_PARTS": strips * O * q,
+        "ROW_PARTS": strips * O,  # ‖G_i‖²
+        "UG_PARTS": tiles * k * I,
+        "K_PARTS": tiles * strips * (1 + k * q),  # ‖G‖² | K
+        "R_PARTS": rows * q,  # squares
+        "L_PARTS": columns * k * k,  # L Lᵀ
+        "SUMS": k * q + q + k * k,  # K | squares of R | L Lᵀ
+        "SCALES": k * q + q + k + 2,  # D_K K_m | D_R | D_L | ‖E‖²/‖F‖² | c
+        "ROWS": 4 * O,  # ‖G_i‖² | ‖F_i‖² | v_E as it was | c D_E
+        "LEFT": O * (q + k),
+        "RIGHT": k * I,
+    }
 
 
 class TritonMatrices:
-    """Matrices of given shapes on one device, which take their steps together.
+    """Matrices of given shapes and one dtype, which take their steps together: which program has which part of them.
 
-    `read` takes pass 1 and gives ‖G‖² of every matrix; `write` takes the rest of the step. Neither waits for the
-    device. Between the two the caller decides whether the gradients are good:
-
-        totals = matrices.read(params, grads, states, numbers)
-        matrices.write(ok=totals.isfinite().all().float())
-
-    A step may also end with `read`. Shapes, and with them the maps of tiles, stay. Addresses are looked up at every
-    step, and the table is copied to the device, once, if one of them or a number has changed. All parameters have one
-    dtype and all gradients one; numbers may differ, so that all groups of an optimizer fit into one list.
+    `read` is pass 1, and changes nothing; `write` is the rest of a step. Neither waits for the device.
 
     Args:
-        shapes: of the matrices, in order.
-        device: of all tensors.
-        precision: of products, "tf32x3" or "ieee"; None for tf32x3 where it exists.
-        sizes: of tiles; None for those of `SIZES`.
+        is_aligned: whether rows of parameters, gradients and averages start at multiples of 16 bytes.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[Shape],
-        device: torch.device | str,
-        precision: str | None = None,
-        sizes: Sizes | None = None,
-    ) -> None:
-        self.shapes, self.device = [Shape(*shape) for shape in shapes], torch.device(device)
-        if reason := next(filter(None, map(_why_not, self.shapes)), None if self.shapes else "there are no matrices"):
-            raise ValueError(reason)
-        if precision not in (None, "ieee", "tf32x3"):
-            raise ValueError(f"precision must be 'ieee' or 'tf32x3', not {precision!r}")
-        self.precision = precision or ("tf32x3" if _has_tf32(self.device) else "ieee")
-        self.k_pad = max(padded(shape.k) for shape in self.shapes)
-        self.q_pad = max(padded(shape.q) for shape in self.shapes)
-        most = max(32, self.k_pad, self.q_pad)
-        self.sizes = sizes or SIZES[most]
-        # Three products of 128 columns do not fit into the registers of pass 1.
-        self.read_precision = "ieee" if most == LARGEST else self.precision
-        self._lay_out()
-        self._rows: list[int] = []
-        self._table = torch.empty(len(self.shapes) * COLUMNS, dtype=torch.int64, device=self.device)
-        self._scratch = torch.empty(0, device=self.device)
-        self._kept: tuple[Any, ...] = ()
-
-    def _lay_out(self) -> None:
-        """Offsets into scratch, and the maps from programs to matrices and tiles: one copy to the device."""
-        sizes, end = self.sizes, -len(self.shapes) % 4 + len(self.shapes)  # totals come first
-        self.offsets: list[tuple[int, ...]] = []
-        sums: tuple[list[int], list[int]] = [], []  # after pass 1, and between the passes
-        units: list[int] = []
-        inputs: list[int] = []
-        projected: tuple[list[int], list[int]] = [], []  # rows of a multiple of 16 bytes, and others
-        updated: tuple[list[int], list[int]] = [], []
-        for i, (O, I, k, q) in enumerate(self.shapes):
-            strips, tiles = -(-I // sizes.strip), -(-O // sizes.tile)
-            of_units, of_inputs = -(-O // sizes.block), -(-I // sizes.block)
-            lengths = [
-                max(strips * q, q + k) * O, strips * O, tiles * k * I, k * I, 3 * O, tiles * strips,
-                of_inputs * k * q, of_units * q, of_inputs * k * k, 2 * k * q + 2 * q + k + 2 + k * k,
-            ]  # fmt: skip
-            at = []
-            for length in lengths:
-                at.append(end)
-                end += length + -length % 4
-            self.offsets.append(tuple(at))
-            totals, K_parts, R_parts, L_parts, small = at[5:]
-            for source, parts, width, target, into in (
-                (totals, tiles * strips, 1, i, sums[0]),
-                (K_parts, of_inputs, k * q, small, sums[0]),
-                (R_parts, of_units, q, small + 2 * k * q, sums[1]),
-                (L_parts, of_inputs, k * k, small + 2 * k * q + 2 * q + k + 2, sums[1]),
-            ):
-                for first in range(0, width, WIDTH):
-                    into += source, width, parts, width, target, first
-            for block in range(of_units):
-                units += i, block
-            for block in range(of_inputs):
-                inputs += i, block
-            for strip_width, into in ((sizes.strip, projected[I % 8 != 0]), (sizes.update_strip, updated[I % 8 != 0])):
-                for tile in range(tiles):
-                    for strip in range(-(-I // strip_width)):
-                        into += i, tile, strip
-        self.scratch_size = end
-        odd = [0] * (len(projected[0] + projected[1]) % 2)  # a map at another alignment would be another kernel
-        maps = [*sums, units, inputs, projected[0] + projected[1] + odd, updated[0] + updated[1]]
-        flat = self._on_host(list(chain.from_iterable(maps))).to(self.device, non_blocking=True)
-        self.sums_read, self.sums_write, self.units, self.inputs, self.projected, self.updated = flat.split(
-            [len(one) for one in maps]
-        )
-        # (whether rows are aligned, first tile, number of tiles)
-        self.project_spans = _spans(len(projected[0]) // 3, len(projected[1]) // 3)
-        self.update_spans = _spans(len(updated[0]) // 3, len(updated[1]) // 3)
-
-    def _on_host(self, values: list[int]) -> Tensor:
-        """In pinned memory for a GPU, which torch does not reuse before it has been copied."""
-        host = torch.tensor(values, dtype=torch.int64)
-        return host.pin_memory() if self.device.type == "cuda" else host
-
-    def read(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        numbers: Sequence[Numbers],
-    ) -> Tensor:
-        """Pass 1: reads only. ‖G‖² of every matrix, on the device.
-
-        Gradients that are not contiguous are copied; parameters and states must be.
-        """
-        grads = [grad.contiguous() for grad in grads]
-        rows = [
-            value
-            for param, grad, state, shape, number, offsets in zip(
-                params, grads, states, self.shapes, numbers, self.offsets, strict=True
+    def __init__(self, shapes: Sequence[Shape], device: torch.device, dtype: torch.dtype, is_aligned: bool) -> None:
+        self.shapes, self.device = shapes, device
+        if self._is_capturing():
+            raise RuntimeError("Take two steps before a CUDA graph is captured: Anova's second one compiles kernels.")
+        data_type = getattr(_kernels().tl, str(dtype).removeprefix("torch."))
+        self._options = {"DTYPE": data_type, "ALIGNED": is_aligned, "PRECISION": PRECISION}
+        most = max(max(shape.k, shape.q) for shape in shapes)
+        self._chunks, self._pad = math.ceil(most / 32), max(32, 1 << (most - 1).bit_length())
+        self._block, self._warps = BLOCKS[self._pad]
+        self._size = len(shapes)  # of scratch, in which totals come first
+        self._offsets: list[list[int]] = []
+        maps: list[list[Tensor]] = [[] for _ in range(5)]
+        tiles, sides, update_tiles, first_sums, second_sums = maps
+        for i, shape in enumerate(shapes):
+            (O, I, k, q), at = shape, {"TOTAL": i}
+            n_tiles, n_strips, n_rows, n_columns = (
+                math.ceil(n / size) for n, size in ((O, TILE), (I, STRIP), (O, self._block), (I, self._block))
             )
-            for value in self._row(param, grad, state, shape, number, offsets)
-        ]
-        if rows != self._rows:
-            self._check(params, grads, states, numbers)
-            self._rows = rows
-            self._table.copy_(self._on_host(rows), non_blocking=True)  # in place: a captured graph has its address
-        self._types = params[0].dtype, grads[0].dtype
-        # What may be loaded 16 bytes at a time
-        self._aligned = not any(address % 16 for column in range(3) for address in rows[column::COLUMNS])
-        self._kept = params, grads, states, numbers  # until `write`
-        self._scratch = torch.empty(self.scratch_size, dtype=torch.float32, device=self.device)
-        kernels, sizes = _kernels(), self.sizes
-        pads = {"K_PAD": self.k_pad, "Q_PAD": self.q_pad}
-        with self._here():
-            for aligned, first, count in self.project_spans:
-                kernels.project[(count,)](
-                    self._table, self.projected, self._scratch, first, GRAD_TYPE=_type(grads[0].dtype),
-                    ALIGNED=aligned and self._aligned, **pads, TILE=sizes.tile, STRIP=sizes.strip, STEP=sizes.step,
-                    PIECE=sizes.piece, PRECISION=self.read_precision, num_warps=8, num_stages=1,
-                )  # fmt: skip
-            kernels.collect[(len(self.inputs) // 2,)](
-                self._table, self.inputs, self._scratch, **pads, BLOCK=sizes.block, TILE=sizes.tile,
-                PRECISION="ieee", num_warps=sizes.warps, num_stages=1,
+            for name, length in scratch_lengths(shape, n_tiles, n_strips, n_rows, n_columns).items():
+                at[name], self._size = self._size, self._size + length + -length % 4
+            self._offsets.append(list(at.values()))
+            for sums, source, stride, parts, width, target in (
+                (first_sums, at["K_PARTS"], 1 + k * q, n_tiles * n_strips, 1, i),
+                (first_sums, at["K_PARTS"] + 1, 1 + k * q, n_tiles * n_strips, k * q, at["SUMS"]),
+                (second_sums, at["R_PARTS"], q, n_rows, q, at["SUMS"] + k * q),
+                (second_sums, at["L_PARTS"], k * k, n_columns, k * k, at["SUMS"] + k * q + q),
+            ):
+                sums.append(_grid([source], [stride], [parts], [width], [target], range(0, width, WIDTH)))
+            tiles.append(_grid([i], range(n_tiles), range(n_strips)))
+            sides += _grid([i], range(n_rows), [0]), _grid([i], range(n_columns), [1])
+            update_tiles.append(_grid([i], range(-(-O // UPDATE_TILE)), range(-(-I // UPDATE_STRIP))))
+        self._tiles, self._sides, self._update_tiles, *self._sums = (self._on_device(torch.cat(one)) for one in maps)
+        self._rows: list[int] = []
+        self._table = torch.empty(0, dtype=torch.int64)
+        self._captured: list[Tensor] = []
+
+    def read(self, tensors: Sequence[Sequence[Tensor]], sign: float) -> tuple[Tensor, Tensor]:
+        """The table and scratch for `write`. Scratch begins with ‖G‖² of every matrix.
+
+        Args:
+            tensors: of every matrix its parameter, gradient and state, contiguous and alive until `write` is called.
+        """
+        scratch = torch.empty(self._size, dtype=torch.float32, device=self.device)
+        with torch.cuda.device_of(scratch):  # where Triton launches
+            table = self._table_of([[tensor.data_ptr() for tensor in one] for one in tensors])
+            _kernels().project[(len(self._tiles), self._chunks)](
+                table, self._tiles, scratch, sign, **self._options,
+                TILE=TILE, STRIP=STRIP, PIECE=PIECE, STEP=STEP, num_warps=STRIP // PIECE, num_stages=3,
             )  # fmt: skip
-            self._gather(self.sums_read)
-        return self._scratch[: len(self.shapes)]
+            self._add(self._sums[0], scratch)
+        return table, scratch
 
-    def write(self, ok: Tensor) -> None:
-        """The rest of the step; nothing at all happens if `ok`, one float32 on the device, is 0."""
-        if not self._kept:
-            raise RuntimeError("write() without read(): a step is read(), then write()")
-        if ok.dtype != torch.float32 or ok.numel() != 1 or ok.device != self._scratch.device:
-            raise ValueError(f"ok must be one float32 on {self.device}, not {ok.numel()} {ok.dtype} on {ok.device}")
-        kernels, sizes, param_type, grad_type = _kernels(), self.sizes, *map(_type, self._types)
-        pads: dict[str, Any] = {"K_PAD": self.k_pad, "Q_PAD": self.q_pad}
-        sides = {**pads, "BLOCK": sizes.block, "PRECISION": "ieee", "num_warps": sizes.warps, "num_stages": 1}
-        table, scratch, units, inputs = self._table, self._scratch, self.units, self.inputs
-        with self._here():
-            kernels.unit_side[(len(units) // 2,)](ok, table, units, scratch, STRIP=sizes.strip, **sides)
-            kernels.input_side[(len(inputs) // 2,)](ok, table, inputs, scratch, **sides)
-            self._gather(self.sums_write)
-            kernels.grand[(len(self.shapes),)](ok, table, scratch, **pads, STEP=8, num_warps=4)
-            kernels.direct[(len(units) // 2,)](ok, table, units, scratch, **sides)
-            for aligned, first, count in self.update_spans:
-                kernels.update[(count,)](
-                    ok, table, self.updated, scratch, first, PARAM_TYPE=param_type, GRAD_TYPE=grad_type,
-                    ALIGNED=aligned and self._aligned, **pads, TILE=sizes.tile, STRIP=sizes.update_strip,
-                    STEP=sizes.step, PRECISION=self.precision, num_warps=8, num_stages=1,
-                )  # fmt: skip
-        # Memory that is freed here is reused by what comes later on the same stream.
-        self._kept, self._scratch = (), torch.empty(0, device=self.device)
+    def write(self, table: Tensor, scratch: Tensor, ok: Tensor, rates: Tensor, numbers: Mapping[str, float]) -> None:
+        """Nothing at all happens if `ok` is 0.
 
-    def _gather(self, sums: Tensor) -> None:
-        if len(sums):
-            _kernels().gather[(len(sums) // 6,)](sums, self._scratch, PARTS=PARTS, WIDTH=WIDTH, num_warps=4)
+        Args:
+            rates: the learning rate, and the largest factor c at it.
+        """
+        kernels, sides, eps, sign = _kernels(), self._sides, float(numbers["eps"]), float(numbers["sign"])
+        news, mean_news, rest_news = (1.0 - numbers[name] for name in ("beta1", "mean_beta", "beta2"))
+        block = {"PAD": self._pad, "BLOCK": self._block, "num_warps": self._warps, "num_stages": 1}
+        with torch.cuda.device_of(scratch):
+            kernels.update_sides[(len(sides),)](ok, table, sides, scratch, news, TILE=TILE, STRIP=STRIP, **block)
+            self._add(self._sums[1], scratch)
+            kernels.update_grand[(len(self.shapes),)](
+                ok, rates, table, scratch, news, mean_news, rest_news, eps, PAD=self._pad, num_warps=1
+            )
+            kernels.precondition[(len(sides),)](ok, table, sides, scratch, rest_news, eps, **block)
+            kernels.update[(len(self._update_tiles),)](
+                ok, rates, table, self._update_tiles, scratch, sign, news, float(numbers["weight_decay"]),
+                TILE=UPDATE_TILE, STRIP=UPDATE_STRIP, **self._options, num_warps=4, num_stages=1,
+            )  # fmt: skip
 
-    def _here(self) -> AbstractContextManager[Any]:
-        """Triton launches on the current device."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+    def _add(self, sums: Tensor, scratch: Tensor) -> None:
+        _kernels().add[(len(sums),)](sums, scratch, WIDTH=WIDTH, num_warps=4)
 
-    def _row(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        shape: Shape,
-        numbers: Numbers,
-        offsets: tuple[int, ...],
-    ) -> tuple[int, ...]:
-        """A row of the table."""
-        weights = 1 - numbers.beta1, 1 - numbers.mean_beta, 1 - numbers.beta2
-        return (
-            param.data_ptr(), grad.data_ptr(), *(state[name].data_ptr() for name in STATE), numbers.lr.data_ptr(),
-            *shape, *offsets,
-            *struct.unpack("3q", struct.pack("6f", *weights, numbers.weight_decay, numbers.eps, numbers.sign)),
-        )  # fmt: skip
+    def _table_of(self, addresses: Sequence[Sequence[int]]) -> Tensor:
+        """Addresses, shape and offsets of every matrix, copied to the device if something has changed."""
+        columns = zip(addresses, self.shapes, self._offsets, strict=True)
+        rows = [value for parts in columns for part in parts for value in part]
+        table = self._table if rows == self._rows else self._on_device(torch.tensor(rows))
+        if self._is_capturing():
+            self._captured.append(table)  # a graph reads it at every replay
+        else:
+            self._rows, self._table = rows, table
+        return table
 
-    def _check(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        numbers: Sequence[Numbers],
-    ) -> None:
-        """The device gets addresses: what stands there is checked here."""
-        device = self.projected.device
-        columns = zip(params, grads, states, self.shapes, numbers, strict=True)
-        for i, (param, grad, state, (O, I, k, q), number) in enumerate(columns):
-            lengths = (O * I, O * (2 * k + q + 1), (2 * q + k) * I, 2 * k * q + q + k + 6)
-            tensors = [(name, state[name], torch.float32, n) for name, n in zip(STATE, lengths, strict=True)]
-            tensors += ("param", param, params[0].dtype, O * I), ("grad", grad, grads[0].dtype, O * I)
-            tensors += (("lr", number.lr, torch.float32, 1),)
-            for name, tensor, dtype, length in tensors:
-                if (tensor.dtype, tensor.numel(), tensor.device) != (dtype, length, device):
-                    raise ValueError(
-                        f"{name} of matrix {i}: {length} entries of {dtype} on {device} expected, "
-                        f"not {tensor.numel()} of {tensor.dtype} on {tensor.device}"
-                    )
-                if not tensor.is_contiguous():
-                    raise ValueError(f"{name} of matrix {i} is not contiguous")
-        for name, dtype in (("parameters", params[0].dtype), ("gradients", grads[0].dtype)):
-            if dtype not in TYPES:
-                raise ValueError(f"{name} must be float32, bfloat16 or float16, not {dtype}")
+    def _on_device(self, values: Tensor) -> Tensor:
+        """A copy that nobody waits for: from pinned memory, which torch does not reuse before it has been copied."""
+        if self.device.type == "cuda":
+            values = values.pin_memory()
+        if self._is_capturing():
+            self._captured.append(values)  # a graph copies it at every replay
+        return values.to(self.device, non_blocking=True)
+
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class TritonStep:
-    """One step of matrices, as `NativeMatrices` takes it on a CPU; what it keeps are their tables."""
+    """One step of the matrices of a group, as `NativeMatrices` takes it on a CPU. `kept` has what shapes determine."""
 
     def __init__(
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
+        states: Sequence[State],
         numbers: Mapping[str, Any],
         refreshes: Sequence[bool],
         bounds: object,
-        kept: dict[str, Any],
+        kept: dict[Any, TritonMatrices],
     ) -> None:
-        device = params[0].device
-        pairs = zip(params, states, strict=True)
-        shapes = [Shape(len(param), param.shape[1:].numel(), *counts(state)) for param, state in pairs]
-        if "matrices" not in kept or (kept["matrices"].shapes, kept["matrices"].device) != (shapes, device):
-            kept.update(matrices=TritonMatrices(shapes, device), lr=torch.empty(1, device=device))
-        self._matrices: TritonMatrices = kept["matrices"]
-        lr = kept["lr"].fill_(numbers["lr"])  # a tensor on the device is copied there
-        one = Numbers(lr, *(numbers[name] for name in Numbers._fields[1:]))
-        self._given, self._refreshes = (params, grads, states, [one] * len(params)), refreshes
+        self._params, self._numbers, self._refreshes = params, numbers, refreshes
+        self._device = params[0].device
+        alike: dict[tuple[torch.dtype, bool], list[tuple[Shape, list[Tensor]]]] = {}
+        for param, grad, state in zip(params, grads, states, strict=True):
+            shape = Shape(len(param), param.shape[1:].numel(), *counts(state))
+            tensors = [param, grad, *(state[name] for name in ("exp_avg", *MEANS))]
+            is_aligned = shape.inputs % 8 == 0 and not any(tensor.data_ptr() % 16 for tensor in tensors[:3])
+            alike.setdefault((param.dtype, is_aligned), []).append((shape, tensors))
+        self._work = []
+        for kind, members in alike.items():
+            shapes = [shape for shape, _ in members]
+            if kind not in kept or (kept[kind].shapes, kept[kind].device) != (shapes, self._device):
+                kept[kind] = TritonMatrices(shapes, self._device, *kind)
+            self._work.append((kept[kind], [tensors for _, tensors in members]))
 
     def read(self) -> Tensor:
         """Pass 1. ‖G‖² of every matrix."""
-        return self._matrices.read(*self._given)
+        sign = float(self._numbers["sign"])
+        self._read = [matrices.read(tensors, sign) for matrices, tensors in self._work]
+        pairs = zip(self._work, self._read, strict=True)
+        totals = [scratch[: len(tensors)] for (_, tensors), (_, scratch) in pairs]
+        return totals[0] if len(totals) == 1 else torch.cat(totals)
 
     def write(self, ok: Tensor | None = None) -> list[int]:
         """Update state and parameters. Returns which matrices are due for a refresh, which torch does."""
-        self._matrices.write(torch.ones(1, device=self._matrices.device) if ok is None else ok)
-        torch.autograd.graph.increment_version(self._given[0])
+        ok = torch.ones(1, device=self._device) if ok is None else ok.to(self._device)
+        lr, rates = self._numbers["lr"], torch.empty(2, device=self._device)
+        for rate, value in zip(rates, (lr, longest_factor(lr)), strict=True):
+            rate.fill_(value)
+        for (matrices, _), (table, scratch) in zip(self._work, self._read, strict=True):
+            matrices.write(table, scratch, ok, rates, self._numbers)
+        torch.autograd.graph.increment_version(self._params)
         return [i for i, due in enumerate(self._refreshes) if due]
 
 
-def _spans(aligned: int, others: int) -> list[tuple[bool, int, int]]:
-    return [span for span in ((True, 0, aligned), (False, aligned, others)) if span[2]]
-
-
-def _has_tf32(device: torch.device) -> bool:
-    """Tensor cores of Ampere or later; AMD's multiply float32 as it is."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+def _grid(*sides: Sequence[int]) -> Tensor:
+    """All combinations, one in a row."""
+    return torch.cartesian_prod(*map(torch.tensor, sides))
 
 
 def _kernels() -> Any:
     from blockmean.optim.kernels import triton_kernels
 
     return triton_kernels
-
-
-def _type(dtype: torch.dtype) -> Any:
-    """Triton's name of a dtype."""
-    return getattr(_kernels().tl, str(dtype).removeprefix("torch."))

@@ -1,64 +1,63 @@
-"""Anova's steady step on a GPU: the code of the device. `triton_anova` has the tables, and launches it.
+"""Anova's steady step on a GPU: the code of the device. `triton_anova` has its tables, and launches it.
 
-A launch serves all matrices of a step. A program finds its matrix and tile in a map, and the matrix in a table of
-addresses. Sums over a matrix are partial sums in scratch, which another launch adds in a fixed order: two steps from
-equal bits give equal bits. Tails are masked and read as zero, and zero rows and columns change no sum.
+A launch serves all matrices of a step. Equations: the head of anova.py; names: decomposition.py.
 
-    project      parts of GV, UG, ‖G_i‖² and ‖G‖²; G is read once
-    collect      UG and, in parts, K = UG V
-    gather       adds parts of K and ‖G‖²
-    unit_side    X, MV and, in parts, the squares of R = GV − U K
-    input_side   Y, UM, right and, in parts, L Lᵀ, L = UG − K Vᵀ
-    gather       adds parts of R's squares and of L Lᵀ
-    grand        all that has one value for a matrix or for a mean
-    direct       v_E, d and left
-    update       M and θ
+    project        parts of GV = G V, UG = Uᵀ G, K = UG V, ‖G_i‖² and ‖G‖²; G is read once for 32 means
+    add            ‖G‖² and K, from their parts
+    update_sides   MV, X and UM, Y; parts of the squares of R = GV − U K, and of L Lᵀ, L = UG − K Vᵀ
+    add            the squares of R, and L Lᵀ
+    update_grand   K_m, v_K, v_R, v_L; D_K K_m, D_R, D_L and c
+    precondition   v_E and D_E; left and right of c δ = diag(c D_E) M + left · right
+    update         M and θ
 
-Global memory is not ordered between the warps of a program. What is stored in place is either used by nobody but the
-thread that stores it, or stored behind a barrier that comes after all loads of it.
+A program finds in a map which part of which matrix it has, and the matrix in a table. Sums over a matrix are stored in
+parts, which are added in a fixed order: two steps from equal bits give equal bits. Tails are masked and read as zero,
+and zero rows and columns change no sum. Offsets have 64 bits where a tile begins, and 32 inside it.
+
+Global memory is not ordered between the warps of a program. What is stored in place is therefore loaded by nobody but
+the thread that stores it; `update_grand` has a single warp, and `precondition` finds the old v_E in scratch.
 """
 
 import triton
 import triton.language as tl
 
-# Columns of the table, int64: addresses, sizes, offsets into scratch, pairs of float32 numbers.
-PARAM, GRAD, EXP_AVG, UNIT_MEANS, INPUT_MEANS, GRAND_MEANS, LR = map(tl.constexpr, range(7))
-UNITS, INPUTS, K_COLUMNS, Q_COLUMNS = map(tl.constexpr, range(7, 11))
-THIN = tl.constexpr(11)  # parts of GV, (strips, O, q); later left, (O, q+k)
-LENGTHS = tl.constexpr(12)  # parts of ‖G_i‖², (strips, O)
-WIDE = tl.constexpr(13)  # parts of UG, (tiles, k, I); later UG
-RIGHT = tl.constexpr(14)  # UM − K_m Vᵀ, (k, I)
-ROWS = tl.constexpr(15)  # f, ‖G_i‖² and c d, (3, O)
-TOTALS = tl.constexpr(16)  # parts of ‖G‖², (tiles · strips)
-K_PARTS = tl.constexpr(17)  # (·, k, q)
-R_PARTS = tl.constexpr(18)  # of squares of R, (·, q)
-L_PARTS = tl.constexpr(19)  # of L Lᵀ, (·, k, k)
-SMALL = tl.constexpr(20)  # K (k, q), K_m/rK (k, q), squares of R (q), 1/rR (q), 1/rL (k), share, c, L Lᵀ (k, k)
-NUMBERS = tl.constexpr(21)  # 1−β₁, 1−mean_beta, 1−β₂, weight decay, ε, sign
-FIELDS = tl.constexpr(24)
+from blockmean import _linalg
+from blockmean.optim import decomposition
 
-FOLLOW = tl.constexpr(1 - 0.95)  # 1 − ρ
-LEAST = tl.constexpr(2.0**-18)
-NOISE = tl.constexpr(2.0**-19)
-LOWEST_FACTOR, HIGHEST_FACTOR = tl.constexpr(0.7), tl.constexpr(20.0)
-LIFT, GENTLE = tl.constexpr(7e-3), tl.constexpr(3e-2)
+NOISE, LEAST = tl.constexpr(_linalg.NOISE), tl.constexpr(decomposition.LEAST)
+FOLLOW = tl.constexpr(1 - decomposition.FORGET)
 ROOT_TINY = tl.constexpr(2.0**-63)
 
+MEANS = tl.constexpr(32)  # columns of U and of V in a program of `project`
+TERMS = tl.constexpr(16)  # of a product that are added at a time: registers suffice for so many
 
-@triton.jit
-def size(matrix, field: tl.constexpr):
-    return tl.load(matrix + field).to(tl.int32)
-
-
-@triton.jit
-def floats(matrix, field: tl.constexpr):
-    """A float32 tensor of the state, by its address."""
-    return tl.load(matrix + field).to(tl.pointer_type(tl.float32))
+# Columns of the table, int64: addresses, sizes, and offsets into scratch of what `Layout` describes.
+PARAM, GRAD, EXP_AVG, UNIT_MEANS, INPUT_MEANS, GRAND_MEANS = map(tl.constexpr, range(6))
+UNITS, INPUTS, K_COLUMNS, Q_COLUMNS = map(tl.constexpr, range(6, 10))
+TOTAL, GV_PARTS, ROW_PARTS, UG_PARTS, K_PARTS, R_PARTS, L_PARTS = map(tl.constexpr, range(10, 17))
+SUMS, SCALES, ROWS, LEFT, RIGHT, COLUMNS = map(tl.constexpr, range(17, 23))
 
 
 @triton.jit
-def number(matrix, i: tl.constexpr):
-    return tl.load((matrix + NUMBERS).to(tl.pointer_type(tl.float32)) + i)
+def part_of(table, programs):
+    """The row of the table for this program's matrix, and which part of the matrix it has."""
+    program = programs + 3 * tl.program_id(0)
+    return table + COLUMNS * tl.load(program), tl.load(program + 1), tl.load(program + 2)
+
+
+@triton.jit
+def sizes_of(matrix, ALIGNED: tl.constexpr = False):
+    """O, I, k, q. I is a multiple of 8 where rows are aligned, and the compiler gets to know."""
+    O, I = tl.load(matrix + UNITS).to(tl.int32), tl.load(matrix + INPUTS).to(tl.int32)
+    k, q = tl.load(matrix + K_COLUMNS).to(tl.int32), tl.load(matrix + Q_COLUMNS).to(tl.int32)
+    return O, I // 8 * 8 if ALIGNED else I, k, q
+
+
+@triton.jit
+def tensor(matrix, column: tl.constexpr, DTYPE: tl.constexpr = tl.float32, ALIGNED: tl.constexpr = False):
+    """A tensor, by its address."""
+    pointer = tl.load(matrix + column).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
 @triton.jit
@@ -68,196 +67,164 @@ def lerp(start, end, weight):
 
 
 @triton.jit
-def load2(pointer, i, j, stride, rows, columns, stride_j=1):
+def load1(pointer, i, length):
+    return tl.load(pointer + i, mask=i < length, other=0.0)
+
+
+@triton.jit
+def store1(pointer, i, length, value):
+    tl.store(pointer + i, value, mask=i < length)
+
+
+@triton.jit
+def load2(pointer, i, j, stride_i, stride_j, rows, columns):
     """Entries (i, j) of a (rows, columns) matrix; zero beyond."""
     mask = (i < rows)[:, None] & (j < columns)[None, :]
-    return tl.load(pointer + (i[:, None] * stride + j[None, :] * stride_j), mask=mask, other=0.0)
+    return tl.load(pointer + (i[:, None] * stride_i + j[None, :] * stride_j), mask=mask, other=0.0)
 
 
 @triton.jit
-def store2(pointer, i, j, stride, rows, columns, value):
+def store2(pointer, i, j, stride_i, stride_j, rows, columns, value):
     mask = (i < rows)[:, None] & (j < columns)[None, :]
-    tl.store(pointer + (i[:, None] * stride + j[None, :]), value, mask=mask)
+    tl.store(pointer + (i[:, None] * stride_i + j[None, :] * stride_j), value, mask=mask)
 
 
 @triton.jit
-def product(a, i, a_i, a_c, rows, b, j, b_c, b_j, columns, length, value, PRECISION: tl.constexpr):
-    """value + A B, (i, c) times (c, j), by strides; 32 of the sum at a time, for which registers suffice."""
-    for start in range(0, length, 32):
-        c = start + tl.arange(0, 32)
-        A, B = load2(a, i, c, a_i, rows, length, a_c), load2(b, c, j, b_c, length, columns, b_j)
+def product(a, i, a_i, a_c, rows, b, j, b_c, b_j, columns, length, value, PRECISION: tl.constexpr = "ieee"):
+    """value + A B, (i, c) times (c, j), by strides."""
+    for start in range(0, length, TERMS):
+        c = start + tl.arange(0, TERMS)
+        A, B = load2(a, i, c, a_i, a_c, rows, length), load2(b, c, j, b_c, b_j, length, columns)
         value = tl.dot(A, B, value, input_precision=PRECISION)
-    return value
-
-
-@triton.jit
-def batched(a, b, value, PRECISION: tl.constexpr):
-    """value + a b, batch by batch: a batch is a warp's, but a single one is everybody's."""
-    if a.shape[0] > 1:
-        value = tl.dot(a, b, value, input_precision=PRECISION)
-    else:
-        one, other = tl.reshape(a, (a.shape[1], a.shape[2])), tl.reshape(b, (b.shape[1], b.shape[2]))
-        flat = tl.reshape(value, (a.shape[1], b.shape[2]))
-        value = tl.reshape(tl.dot(one, other, flat, input_precision=PRECISION), (1, a.shape[1], b.shape[2]))
     return value
 
 
 # -------------------------------------------------------------------- pass 1
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
 def project(
-    matrices, tiles, scratch, first,
-    GRAD_TYPE: tl.constexpr, ALIGNED: tl.constexpr, K_PAD: tl.constexpr, Q_PAD: tl.constexpr,
-    TILE: tl.constexpr, STRIP: tl.constexpr, STEP: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
+    table, programs, scratch, sign,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, STRIP: tl.constexpr, PIECE: tl.constexpr,
+    STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A strip of columns, TILE rows of it, STEP rows at a time: UG stays in registers, GV goes out at once."""
-    tile = tiles + 3 * (first + tl.program_id(0))
-    matrix = matrices + FIELDS * tl.load(tile)
-    block, strip = tl.load(tile + 1), tl.load(tile + 2)
-    O, I, k, q = size(matrix, UNITS), size(matrix, INPUTS), size(matrix, K_COLUMNS), size(matrix, Q_COLUMNS)
-    G, unit_means = tl.load(matrix + GRAD).to(tl.pointer_type(GRAD_TYPE)), floats(matrix, UNIT_MEANS)
-    if ALIGNED:
-        I, G = I // 8 * 8, tl.multiple_of(G, 16)
-    sign, width = number(matrix, 5), 2 * k + q + 1
+    matrix, tile, strip = part_of(table, programs)
+    O, I, k, q = sizes_of(matrix, ALIGNED)
+    first = tl.program_id(1) * MEANS
+    if first >= tl.maximum(k, q):
+        return
+    at, width, V = tile * TILE, 2 * k + q + 1, tensor(matrix, INPUT_MEANS)
+    rows = tl.minimum(O - at, TILE).to(tl.int32)
+    G, U = tensor(matrix, GRAD, DTYPE, ALIGNED) + at * I, tensor(matrix, UNIT_MEANS) + at * width
+    GV_part = scratch + tl.load(matrix + GV_PARTS) + (strip * O + at) * q
+    row_part = scratch + tl.load(matrix + ROW_PARTS) + strip * O + at
+    c, j = first + tl.arange(0, MEANS), (strip * STRIP).to(tl.int32) + tl.arange(0, STRIP)
     # A batch of PIECE columns for every warp: short sums need few registers, which the three parts of tf32x3 fill.
-    columns = tl.arange(0, STRIP // PIECE)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
-    columns += (strip * STRIP).to(tl.int32)
-    within = columns < I
-    ks, qs, r = tl.arange(0, K_PAD), tl.arange(0, Q_PAD), tl.arange(0, STEP)
-    V = tl.load(
-        floats(matrix, INPUT_MEANS) + (qs[None, None, :] * I + columns[:, :, None]),
-        mask=(qs < q)[None, None, :] & within[:, :, None], other=0.0,
-    )  # fmt: skip
-    GV_part = scratch + tl.load(matrix + THIN) + strip * O * q
-    lengths = scratch + tl.load(matrix + LENGTHS) + strip * O
-    UG, total = tl.zeros((STRIP // PIECE, K_PAD, PIECE), tl.float32), tl.zeros((STEP,), tl.float32)
-    begin = (block * TILE).to(tl.int32)
-    end = tl.minimum(begin + TILE, O)
-    entries = r[None, :, None] * I + columns[:, None, :]
-    coming = tl.load(
-        G + block * TILE * I + entries, mask=(begin + r < end)[None, :, None] & within[:, None, :], other=0.0
-    )
-    for start in range(begin, end, STEP):
-        at, left = block * TILE + (start - begin), end - start
-        g = coming.to(tl.float32)
-        coming = tl.load(  # one step ahead of what is computed
-            G + (at + STEP) * I + entries, mask=(STEP + r < left)[None, :, None] & within[:, None, :], other=0.0
-        )
-        length = tl.sum(tl.sum(g * g, 2), 0)
-        total += length
-        tl.store(lengths + at + r, length, mask=r < left)
-        GV = tl.sum(batched(g, V, tl.zeros((STRIP // PIECE, STEP, Q_PAD), tl.float32), PRECISION), 0)
-        store2(GV_part + at * q, r, qs, q, left, q, sign * GV)
-        U = tl.trans(load2(unit_means + at * width, r, ks, width, left, k))
-        U = tl.broadcast_to(U[None, :, :], (STRIP // PIECE, K_PAD, STEP))
-        UG = batched(U, g, UG, PRECISION)
-    tl.store(
-        scratch + tl.load(matrix + WIDE) + block * k * I + (ks[None, :, None] * I + columns[:, None, :]), sign * UG,
-        mask=(ks < k)[None, :, None] & within[:, None, :],
-    )  # fmt: skip
-    tl.store(scratch + tl.load(matrix + TOTALS) + block * tl.cdiv(I, STRIP) + strip, tl.sum(total, 0))
+    PIECES: tl.constexpr = STRIP // PIECE
+    V_c = tl.reshape(load2(V, j, c, 1, I, I, q), (PIECES, PIECE, MEANS))
+    UG, total = tl.zeros((PIECES, MEANS, PIECE), tl.float32), tl.zeros((STEP,), tl.float32)
+    for start in range(0, rows, STEP):
+        r = start + tl.arange(0, STEP)
+        g = sign * load2(G, r, j, I, 1, rows, I).to(tl.float32)
+        squares = tl.sum(g * g, 1)
+        total += squares
+        tl.store(row_part + r, squares, mask=(r < rows) & (first == 0))
+        g = tl.permute(tl.reshape(g, (STEP, PIECES, PIECE)), (1, 0, 2))
+        GV = tl.sum(tl.dot(g, V_c, input_precision=PRECISION), 0)
+        store2(GV_part, r, c, q, 1, rows, q, GV)
+        U_c = tl.trans(load2(U, r, c, width, 1, rows, k))
+        UG = tl.dot(tl.broadcast_to(U_c[None, :, :], (PIECES, MEANS, STEP)), g, UG, input_precision=PRECISION)
+    UG_part = scratch + tl.load(matrix + UG_PARTS) + tile * k * I
+    store2(UG_part, c, j, I, 1, k, I, tl.reshape(tl.permute(UG, (1, 0, 2)), (MEANS, STRIP)))
+    K_part = scratch + tl.load(matrix + K_PARTS) + (tile * tl.cdiv(I, STRIP) + strip) * (1 + k * q)
+    tl.store(K_part, tl.sum(total, 0), mask=first == 0)
+    for start in range(0, q, MEANS):
+        c_V = start + tl.arange(0, MEANS)
+        V_c = tl.reshape(load2(V, j, c_V, 1, I, I, q), (PIECES, PIECE, MEANS))
+        store2(K_part + 1, c, c_V, q, 1, k, q, tl.sum(tl.dot(UG, V_c, input_precision=PRECISION), 0))
 
 
 @triton.jit
-def collect(
-    matrices, blocks, scratch,
-    K_PAD: tl.constexpr, Q_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """BLOCK columns: UG is added up and takes the place of its first part; K in parts."""
-    matrix = matrices + FIELDS * tl.load(blocks + 2 * tl.program_id(0))
-    block = tl.load(blocks + 2 * tl.program_id(0) + 1)
-    I, k, q = size(matrix, INPUTS), size(matrix, K_COLUMNS), size(matrix, Q_COLUMNS)
-    j, ks, qs = (block * BLOCK).to(tl.int32) + tl.arange(0, BLOCK), tl.arange(0, K_PAD), tl.arange(0, Q_PAD)
-    wide, UG = scratch + tl.load(matrix + WIDE), tl.zeros((K_PAD, BLOCK), tl.float32)
-    for tile in range(tl.cdiv(size(matrix, UNITS), TILE)):
-        UG += load2(wide + I.to(tl.int64) * tile * k, ks, j, I, k, I)
-    V = tl.trans(load2(floats(matrix, INPUT_MEANS), qs, j, I, q, I))
-    K_part = scratch + tl.load(matrix + K_PARTS) + block * k * q
-    store2(K_part, ks, qs, q, k, q, tl.dot(UG, V, input_precision=PRECISION))
-    tl.debug_barrier()  # every warp has loaded the first part
-    store2(wide, ks, j, I, k, I, UG)
-
-
-@triton.jit
-def gather(sums, scratch, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns of a matrix of parts, added; PARTS rows at a time."""
+def add(sums, scratch, WIDTH: tl.constexpr):
+    """The sums of WIDTH columns of a matrix, whose rows are parts; as many rows at a time."""
     row = sums + 6 * tl.program_id(0)
-    source, stride, parts = scratch + tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32)
-    columns, target = tl.load(row + 3).to(tl.int32), scratch + tl.load(row + 4)
-    p, j = tl.arange(0, PARTS), tl.load(row + 5).to(tl.int32) + tl.arange(0, WIDTH)
-    total = tl.zeros((PARTS, WIDTH), tl.float32)
-    for start in range(0, parts, PARTS):
-        mask = (start + p < parts)[:, None] & (j < columns)[None, :]
-        total += tl.load(source + ((start + p)[:, None] * stride + j[None, :]), mask=mask, other=0.0)
-    tl.store(target + j, tl.sum(total, 0), mask=j < columns)
+    source, stride, parts = scratch + tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    columns, target = tl.load(row + 3), scratch + tl.load(row + 4)
+    i, j = tl.arange(0, WIDTH), tl.load(row + 5) + tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH, WIDTH), tl.float32)
+    for start in range(0, parts, WIDTH):
+        total += load2(source, start + i, j, stride, 1, parts, columns)
+    store1(target, j, columns, tl.sum(total, 0))
 
 
 # -------------------------------------------------------------------- between the passes
 
 
 @triton.jit
-def unit_side(
-    ok, matrices, blocks, scratch,
-    K_PAD: tl.constexpr, Q_PAD: tl.constexpr, BLOCK: tl.constexpr, STRIP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """BLOCK rows: GV is added up, and X and MV follow it."""
-    if tl.load(ok) == 0:
-        return
-    matrix = matrices + FIELDS * tl.load(blocks + 2 * tl.program_id(0))
-    block = tl.load(blocks + 2 * tl.program_id(0) + 1)
-    O, k, q = size(matrix, UNITS), size(matrix, K_COLUMNS), size(matrix, Q_COLUMNS)
-    at, width = block * BLOCK, 2 * k + q + 1
-    left = O - at.to(tl.int32)
-    r, ks, qs = tl.arange(0, BLOCK), tl.arange(0, K_PAD), tl.arange(0, Q_PAD)
-    GV_part, length_part = scratch + tl.load(matrix + THIN) + at * q, scratch + tl.load(matrix + LENGTHS) + at
-    GV, lengths = tl.zeros((BLOCK, Q_PAD), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for strip in range(tl.cdiv(size(matrix, INPUTS), STRIP)):
-        GV += load2(GV_part + O.to(tl.int64) * strip * q, r, qs, q, left, q)
-        lengths += tl.load(length_part + O.to(tl.int64) * strip + r, mask=r < left, other=0.0)
-    tl.debug_barrier()  # every warp has loaded the first part, whose place GV takes
-    store2(GV_part, r, qs, q, left, q, GV)
-    means, K = floats(matrix, UNIT_MEANS) + at * width, scratch + tl.load(matrix + SMALL)
-    R = GV - product(means, r, width, 1, left, K, qs, q, 1, q, k, tl.zeros_like(GV), PRECISION)
-    tl.store(scratch + tl.load(matrix + R_PARTS) + block * q + qs, tl.sum(R * R, 0), mask=qs < q)
-    MV = load2(means + 2 * k, r, qs, width, left, q)
-    store2(means + 2 * k, r, qs, width, left, q, lerp(MV, GV, number(matrix, 0)))
-    tl.debug_barrier()  # GV can be loaded
-    GVK = product(GV_part, r, q, 1, left, K, ks, 1, q, k, q, tl.zeros((BLOCK, K_PAD), tl.float32), PRECISION)
-    store2(means + k, r, ks, width, left, k, lerp(load2(means + k, r, ks, width, left, k), GVK, FOLLOW))
-    rows = scratch + tl.load(matrix + ROWS) + at
-    tl.store(rows + r, lengths - tl.sum(GV * GV, 1), mask=r < left)
-    tl.store(rows + O + r, lengths, mask=r < left)
+def added(parts, count, stride, r, c, r_stride, c_stride, rows, columns):
+    """Entries (r, c) of GV, or of UGᵀ, from its parts."""
+    total = load2(parts, r, c, r_stride, c_stride, rows, columns)
+    for part in range(1, count):
+        total += load2(parts + part * stride, r, c, r_stride, c_stride, rows, columns)
+    return total
 
 
 @triton.jit
-def input_side(
-    ok, matrices, blocks, scratch,
-    K_PAD: tl.constexpr, Q_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+def update_side(
+    W, S, A, r_W, c_W, parts, count, stride, r_T, c_T, K, m_K, n_K, rows, m, n, news,
+    PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns: Y and UM follow UG; right for pass 2."""
+    """BLOCK rows of a side: A ← average of T, S ← average of T Kᵀ. Returns T and T − W K.
+
+    W (·×m), S, A and T (·×n) are U, X, MV and GV; or V, Y, UMᵀ and UGᵀ, and then K is Kᵀ. Strides say which.
+    """
+    r, c = tl.arange(0, BLOCK), tl.arange(0, PAD)
+    T, TK = added(parts, count, stride, r, c, r_T, c_T, rows, n), tl.zeros((BLOCK, PAD), tl.float32)
+    for start in range(0, n, TERMS):
+        t = start + tl.arange(0, TERMS)
+        T_t = added(parts, count, stride, r, t, r_T, c_T, rows, n)
+        TK = tl.dot(T_t, load2(K, t, c, n_K, m_K, n, m), TK, input_precision="ieee")
+    store2(S, r, c, r_W, c_W, rows, m, lerp(load2(S, r, c, r_W, c_W, rows, m), TK, FOLLOW))
+    store2(A, r, c, r_W, c_W, rows, n, lerp(load2(A, r, c, r_W, c_W, rows, n), T, news))
+    return T, T - product(W, r, r_W, c_W, rows, K, c, m_K, n_K, n, m, tl.zeros_like(T))
+
+
+@triton.jit
+def update_sides(
+    ok, table, programs, scratch, news,
+    PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STRIP: tl.constexpr,
+):  # fmt: skip
+    """BLOCK rows of X and MV, or columns of Y and UM; squares of R, or L Lᵀ; ‖G_i‖² and ‖F_i‖²."""
     if tl.load(ok) == 0:
         return
-    matrix = matrices + FIELDS * tl.load(blocks + 2 * tl.program_id(0))
-    block = tl.load(blocks + 2 * tl.program_id(0) + 1)
-    I, k, q = size(matrix, INPUTS), size(matrix, K_COLUMNS), size(matrix, Q_COLUMNS)
-    j, ks, qs = (block * BLOCK).to(tl.int32) + tl.arange(0, BLOCK), tl.arange(0, K_PAD), tl.arange(0, Q_PAD)
-    UG_place = scratch + tl.load(matrix + WIDE)
-    UG = load2(UG_place, ks, j, I, k, I)
-    means, K, K_m = floats(matrix, INPUT_MEANS), scratch + tl.load(matrix + SMALL), floats(matrix, GRAND_MEANS)
-    KV = product(K, ks, q, 1, k, means, j, I, 1, I, q, tl.zeros_like(UG), PRECISION)
-    L = UG - KV
-    LL = tl.dot(L, tl.trans(L), input_precision=PRECISION)
-    store2(scratch + tl.load(matrix + L_PARTS) + block * k * k, ks, ks, k, k, k, LL)
-    follow, average = means + q * I.to(tl.int64), means + 2 * q * I.to(tl.int64)
-    KUG = product(K, qs, 1, q, q, UG_place, j, I, 1, I, k, tl.zeros((Q_PAD, BLOCK), tl.float32), PRECISION)
-    store2(follow, qs, j, I, q, I, lerp(load2(follow, qs, j, I, q, I), KUG, FOLLOW))
-    UM = lerp(load2(average, ks, j, I, k, I), UG, number(matrix, 0))
-    store2(average, ks, j, I, k, I, UM)
-    # K_m as `grand` will store it, times Vᵀ
-    KmV = product(K_m, ks, q, 1, k, means, j, I, 1, I, q, tl.zeros_like(UG), PRECISION)
-    right = UM - lerp(KmV, KV, number(matrix, 0))
-    store2(scratch + tl.load(matrix + RIGHT), ks, j, I, k, I, right)
+    matrix, block, is_input = part_of(table, programs)
+    O, I, k, q = sizes_of(matrix)
+    at, r, c, K = block * BLOCK, tl.arange(0, BLOCK), tl.arange(0, PAD), scratch + tl.load(matrix + SUMS)
+    if is_input:
+        V, UG_parts, row = tensor(matrix, INPUT_MEANS) + at, scratch + tl.load(matrix + UG_PARTS) + at, I.to(tl.int64)
+        _, L = update_side(
+            V, V + q * row, V + 2 * q * row, 1, I, UG_parts, tl.cdiv(O, TILE), k * row, 1, I,
+            K, 1, q, (I - at).to(tl.int32), q, k, news, PAD, BLOCK,
+        )  # fmt: skip
+        LL = tl.dot(tl.trans(L), L, input_precision="ieee")
+        store2(scratch + tl.load(matrix + L_PARTS) + block * k * k, c, c, k, 1, k, k, LL)
+    else:
+        rows, width, strips = (O - at).to(tl.int32), 2 * k + q + 1, tl.cdiv(I, STRIP)
+        U, GV_parts = tensor(matrix, UNIT_MEANS) + at * width, scratch + tl.load(matrix + GV_PARTS) + at * q
+        GV, R = update_side(
+            U, U + k, U + 2 * k, width, 1, GV_parts, strips, O.to(tl.int64) * q, q, 1,
+            K, q, 1, rows, k, q, news, PAD, BLOCK,
+        )  # fmt: skip
+        store1(scratch + tl.load(matrix + R_PARTS) + block * q, c, q, tl.sum(R * R, 0))
+        of_rows, row_parts = scratch + tl.load(matrix + ROWS) + at, scratch + tl.load(matrix + ROW_PARTS) + at
+        squares = tl.zeros((BLOCK,), tl.float32)
+        for strip in range(strips):
+            squares += load1(row_parts + O.to(tl.int64) * strip, r, rows)
+        store1(of_rows, r, rows, squares)
+        store1(of_rows + O, r, rows, squares - tl.sum(GV * GV, 1))
+        v_E = tl.load(U + (r * width + width - 1), mask=r < rows, other=0.0)
+        store1(of_rows + 2 * O.to(tl.int64), r, rows, v_E)
 
 
 @triton.jit
@@ -267,141 +234,113 @@ def root(v, weight, floor):
 
 
 @triton.jit
-def grand(ok, matrices, scratch, K_PAD: tl.constexpr, Q_PAD: tl.constexpr, STEP: tl.constexpr):
-    """One matrix: its grand means and all numbers that the rows share."""
+def update_grand(ok, rates, table, scratch, news, mean_news, rest_news, eps, PAD: tl.constexpr):
+    """One matrix: its grand means, and all numbers that its rows or columns share."""
     if tl.load(ok) == 0:
         return
-    matrix = matrices + FIELDS * tl.program_id(0).to(tl.int64)
-    k, q = size(matrix, K_COLUMNS), size(matrix, Q_COLUMNS)
-    O, I = size(matrix, UNITS).to(tl.float32), size(matrix, INPUTS).to(tl.float32)
-    w1_rate, wm_rate, wE_rate, eps = number(matrix, 0), number(matrix, 1), number(matrix, 2), number(matrix, 4)
-    total = tl.load(scratch + tl.program_id(0))
-    means, small = floats(matrix, GRAND_MEANS), scratch + tl.load(matrix + SMALL)
-    v_K, v_R, scalars = means + k * q, means + 2 * k * q, means + 2 * k * q + q + k
-    v_L, of_R = v_R + q, small + 2 * k * q
-    share_c = of_R + 2 * q + k
-    variance, rest_variance, factor = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
-    w1, wm, wE = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
-    w1, wm, wE = w1 + w1_rate * (1 - w1), wm + wm_rate * (1 - wm), wE + wE_rate * (1 - wE)
-    ks, qs = tl.arange(0, K_PAD), tl.arange(0, Q_PAD)
-    old_R, old_L = tl.load(v_R + qs, mask=qs < q, other=0.0), tl.load(v_L + ks, mask=ks < k, other=0.0)
-    tl.debug_barrier()  # every warp has loaded what is stored below
+    matrix = table + COLUMNS * tl.program_id(0).to(tl.int64)
+    O, I, k, q = sizes_of(matrix)
+    O, I, c, total = O.to(tl.float32), I.to(tl.float32), tl.arange(0, PAD), tl.load(scratch + tl.load(matrix + TOTAL))
+    K_m, K, D = tensor(matrix, GRAND_MEANS), scratch + tl.load(matrix + SUMS), scratch + tl.load(matrix + SCALES)
+    v_K, v_R, v_L, scalars = K_m + k * q, K_m + 2 * k * q, K_m + 2 * k * q + q, K_m + 2 * k * q + q + k
+    old_R, old_L, factor = load1(v_R, c, q), load1(v_L, c, k), tl.load(scalars + 2)
+    variance, rest_variance = tl.load(scalars), tl.load(scalars + 1)
+    w, w_means, w_rest = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
+    w, w_means, w_rest = lerp(w, 1.0, news), lerp(w_means, 1.0, mean_news), lerp(w_rest, 1.0, rest_news)
     noise = tl.sqrt_rn(total) * NOISE
 
-    squares = tl.zeros((STEP, Q_PAD), tl.float32)
+    STEP: tl.constexpr = 512 // PAD
+    squares = tl.zeros((STEP, PAD), tl.float32)
     for start in range(0, k, STEP):
         i = start + tl.arange(0, STEP)
-        K, K_m, v = load2(small, i, qs, q, k, q), load2(means, i, qs, q, k, q), load2(v_K, i, qs, q, k, q)
-        squares += K * K
-        K_m, v = lerp(K_m, K, w1_rate), lerp(v, K * K, wm_rate)
-        store2(means, i, qs, q, k, q, K_m)
-        store2(v_K, i, qs, q, k, q, v)
-        store2(small + k * q, i, qs, q, k, q, K_m / root(v, wm, eps + noise))
+        K_i = load2(K, i, c, q, 1, k, q)
+        squares += K_i * K_i
+        mean = lerp(load2(K_m, i, c, q, 1, k, q), K_i, news)
+        v = lerp(load2(v_K, i, c, q, 1, k, q), K_i * K_i, mean_news)
+        store2(K_m, i, c, q, 1, k, q, mean)
+        store2(v_K, i, c, q, 1, k, q, v)
+        store2(D, i, c, q, 1, k, q, mean / root(v, w_means, eps + noise))
+    of_R, of_L = load1(K + k * q, c, q), load1(K + k * q + q, c * (k + 1), k * k)  # L Lᵀ's diagonal
+    new_R, new_L = lerp(old_R, of_R / O, mean_news), lerp(old_L, of_L / I, mean_news)
+    store1(v_R, c, q, new_R)
+    store1(v_L, c, k, new_L)
+    store1(D + k * q, c, q, 1 / root(new_R, w_means, eps + noise / tl.sqrt_rn(O)))
+    store1(D + k * q + q, c, k, 1 / root(new_L, w_means, eps + noise / tl.sqrt_rn(I)))
 
-    SR = tl.load(of_R + qs, mask=qs < q, other=0.0)
-    v = lerp(old_R, SR / O, wm_rate)
-    tl.store(v_R + qs, v, mask=qs < q)
-    tl.store(of_R + q + qs, 1 / root(v, wm, eps + noise / tl.sqrt_rn(O)), mask=qs < q)
-    LL = tl.load(share_c + 2 + ks * (k + 1), mask=ks < k, other=0.0)
-    v = lerp(old_L, LL / I, wm_rate)
-    tl.store(v_L + ks, v, mask=ks < k)
-    tl.store(of_R + 2 * q + ks, 1 / root(v, wm, eps + noise / tl.sqrt_rn(I)), mask=ks < k)
-
-    without_V = total - tl.sum(tl.sum(squares, 1), 0) - tl.sum(SR, 0)
-    rest = tl.maximum(without_V - tl.sum(LL, 0), 0.0)
+    without_V = total - tl.sum(tl.sum(squares, 1), 0) - tl.sum(of_R, 0)
+    rest = tl.maximum(without_V - tl.sum(of_L, 0), 0.0)
     share = rest / without_V
-    tl.store(share_c, tl.where(share > 0, tl.minimum(share, 1.0), 0.0))  # 0 for NaN
-    lr = tl.load(floats(matrix, LR))
-    rate = tl.maximum(lr / GENTLE, 1 / (HIGHEST_FACTOR * HIGHEST_FACTOR))
-    highest = tl.maximum(tl.minimum(tl.sqrt(1 / rate), 1 / (rate * GENTLE / LIFT)), LOWEST_FACTOR)
-    tl.store(share_c + 1, tl.minimum(factor, highest))
-    tl.store(scalars, lerp(variance, total / (O * I), wE_rate))
-    tl.store(scalars + 1, lerp(rest_variance, rest / (O * I), wE_rate))
-    tl.store(scalars + 3, w1)
-    tl.store(scalars + 4, wm)
-    tl.store(scalars + 5, wE)
+    tl.store(D + k * q + q + k, tl.where(share > 0, tl.minimum(share, 1.0), 0.0))  # 0 for NaN
+    tl.store(D + k * q + q + k + 1, tl.minimum(factor, tl.load(rates + 1)))
+    tl.store(scalars, lerp(variance, total / (O * I), rest_news))
+    tl.store(scalars + 1, lerp(rest_variance, rest / (O * I), rest_news))
+    tl.store(scalars + 3, w)
+    tl.store(scalars + 4, w_means)
+    tl.store(scalars + 5, w_rest)
 
 
 @triton.jit
-def direct(
-    ok, matrices, blocks, scratch,
-    K_PAD: tl.constexpr, Q_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """BLOCK rows: v_E, then c d and left, by which pass 2 takes the step."""
+def precondition(ok, table, programs, scratch, rest_news, eps, PAD: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK rows of v_E, c D_E and left = c [U D_K K_m + R_m D_R − D_E MV | U D_L − D_E U]; or columns of L_m."""
     if tl.load(ok) == 0:
         return
-    matrix = matrices + FIELDS * tl.load(blocks + 2 * tl.program_id(0))
-    at = tl.load(blocks + 2 * tl.program_id(0) + 1) * BLOCK
-    O, k, q = size(matrix, UNITS), size(matrix, K_COLUMNS), size(matrix, Q_COLUMNS)
-    inputs, width, left = size(matrix, INPUTS).to(tl.float32), 2 * k + q + 1, O - at.to(tl.int32)
-    r, ks, qs = tl.arange(0, BLOCK), tl.arange(0, K_PAD), tl.arange(0, Q_PAD)
-    grand_means, small = floats(matrix, GRAND_MEANS), scratch + tl.load(matrix + SMALL)
-    of_R = small + 2 * k * q
-    share_c = of_R + 2 * q + k
-    means, rows = floats(matrix, UNIT_MEANS) + at * width, scratch + tl.load(matrix + ROWS) + at
-    U = load2(means, r, ks, width, left, k)
+    matrix, block, is_input = part_of(table, programs)
+    O, I, k, q = sizes_of(matrix)
+    at, r, c, zero = block * BLOCK, tl.arange(0, BLOCK), tl.arange(0, PAD), tl.zeros((BLOCK, PAD), tl.float32)
+    K_m, D = tensor(matrix, GRAND_MEANS), scratch + tl.load(matrix + SCALES)
+    if is_input:
+        V, columns = tensor(matrix, INPUT_MEANS) + at, (I - at).to(tl.int32)
+        UM = load2(V + 2 * q * I.to(tl.int64), r, c, 1, I, columns, k)
+        L_m = UM - product(V, r, 1, I, columns, K_m, c, 1, q, k, q, zero)
+        store2(scratch + tl.load(matrix + RIGHT) + at, r, c, 1, I, columns, k, L_m)
+    else:
+        rows, width, of_rows = (O - at).to(tl.int32), 2 * k + q + 1, scratch + tl.load(matrix + ROWS) + at
+        left, U_rows = scratch + tl.load(matrix + LEFT) + at * (q + k), tensor(matrix, UNIT_MEANS) + at * width
+        U, MV = load2(U_rows, r, c, width, 1, rows, k), load2(U_rows + 2 * k, r, c, width, 1, rows, q)
+        squares, f, stride = load1(of_rows, r, rows), load1(of_rows + O, r, rows), O.to(tl.int64)
+        share, factor = tl.load(D + k * q + q + k), tl.load(D + k * q + q + k + 1)
+        LL = scratch + tl.load(matrix + SUMS) + k * q + q
+        UL = tl.sum(product(U_rows, r, width, 1, rows, LL, c, k, 1, k, k, zero) * U, 1)  # ‖U_i L‖²
+        e = tl.maximum(tl.abs(f - UL), tl.maximum(share * f, squares * LEAST))
+        v = lerp(load1(of_rows + 2 * stride, r, rows), e / I, rest_news)
+        tl.store(U_rows + (r * width + width - 1), v, mask=r < rows)
+        noise = tl.sqrt_rn(tl.load(scratch + tl.load(matrix + TOTAL))) * NOISE
+        floor = eps + noise / tl.sqrt_rn(O.to(tl.float32) * I)
+        d = 1 / root(v, tl.load(K_m + 2 * k * q + q + k + 5), floor)
+        store1(of_rows + 3 * stride, r, rows, factor * d)
 
-    ULL = product(means, r, width, 1, left, share_c + 2, ks, k, 1, k, k, tl.zeros_like(U), PRECISION)
-    f, length = tl.load(rows + r, mask=r < left, other=0.0), tl.load(rows + O + r, mask=r < left, other=0.0)
-    e = tl.maximum(tl.abs(f - tl.sum(ULL * U, 1)), tl.maximum(tl.load(share_c) * f, length * LEAST))
-    v_E = tl.load(means + (r * width + width - 1), mask=r < left, other=0.0)
-    v_E = lerp(v_E, e / inputs, number(matrix, 2))
-    tl.debug_barrier()  # d of every warp is from the old v_E
-    tl.store(means + (r * width + width - 1), v_E, mask=r < left)
-    noise = tl.sqrt_rn(tl.load(scratch + tl.load(blocks + 2 * tl.program_id(0)))) * NOISE
-    wE, c = tl.load(grand_means + 2 * k * q + q + k + 5), tl.load(share_c + 1)
-    d = 1 / root(v_E, wE, number(matrix, 4) + noise / tl.sqrt_rn(O * inputs))
-    tl.store(rows + 2 * O + r, c * d, mask=r < left)
-
-    MV = load2(means + 2 * k, r, qs, width, left, q)
-    of_inputs = MV - product(means, r, width, 1, left, grand_means, qs, q, 1, q, k, tl.zeros_like(MV), PRECISION)
-    of_inputs = of_inputs * tl.load(of_R + q + qs, mask=qs < q, other=0.0)[None, :] - d[:, None] * MV
-    of_inputs = product(means, r, width, 1, left, small + k * q, qs, q, 1, q, k, of_inputs, PRECISION)
-    of_units = U * (tl.load(of_R + 2 * q + ks, mask=ks < k, other=0.0)[None, :] - d[:, None])
-    out = scratch + tl.load(matrix + THIN) + at * (q + k)
-    store2(out, r, qs, q + k, left, q, c * of_inputs)
-    store2(out + q, r, ks, q + k, left, k, c * of_units)
+        R_m = MV - product(U_rows, r, width, 1, rows, K_m, c, q, 1, q, k, zero)
+        of_inputs = R_m * load1(D + k * q, c, q)[None, :] - d[:, None] * MV
+        of_inputs = product(U_rows, r, width, 1, rows, D, c, q, 1, q, k, of_inputs)
+        of_units = U * (load1(D + k * q + q, c, k)[None, :] - d[:, None])
+        store2(left, r, c, q + k, 1, rows, q, factor * of_inputs)
+        store2(left + q, r, c, q + k, 1, rows, k, factor * of_units)
 
 
 # -------------------------------------------------------------------- pass 2
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
 def update(
-    ok, matrices, tiles, scratch, first,
-    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, ALIGNED: tl.constexpr, K_PAD: tl.constexpr, Q_PAD: tl.constexpr,
-    TILE: tl.constexpr, STRIP: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+    ok, rates, table, programs, scratch, sign, news, weight_decay,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, STRIP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A strip of columns, TILE rows of it, STEP rows at a time: M ← average of G, θ ← (1 − η w) θ − η c δ."""
+    """A tile: M ← average of G, θ ← (1 − η w) θ − η c δ."""
     if tl.load(ok) == 0:
         return
-    tile = tiles + 3 * (first + tl.program_id(0))
-    matrix = matrices + FIELDS * tl.load(tile)
-    block, strip = tl.load(tile + 1), tl.load(tile + 2)
-    O, I, k, q = size(matrix, UNITS), size(matrix, INPUTS), size(matrix, K_COLUMNS), size(matrix, Q_COLUMNS)
-    G = tl.load(matrix + GRAD).to(tl.pointer_type(GRAD_TYPE))
-    M = tl.load(matrix + EXP_AVG).to(tl.pointer_type(tl.float32))
-    P = tl.load(matrix + PARAM).to(tl.pointer_type(PARAM_TYPE))
-    if ALIGNED:
-        I, G, M, P = I // 8 * 8, tl.multiple_of(G, 16), tl.multiple_of(M, 16), tl.multiple_of(P, 16)
-    columns = (strip * STRIP).to(tl.int32) + tl.arange(0, STRIP)
-    ks, qs, r = tl.arange(0, K_PAD), tl.arange(0, Q_PAD), tl.arange(0, STEP)
-    V = load2(floats(matrix, INPUT_MEANS), qs, columns, I, q, I)  # (q, STRIP)
-    right = load2(scratch + tl.load(matrix + RIGHT), ks, columns, I, k, I)
-    left, cd = scratch + tl.load(matrix + THIN), scratch + tl.load(matrix + ROWS) + 2 * O.to(tl.int64)
-    lr, w1 = tl.load(floats(matrix, LR)), tl.load(floats(matrix, GRAND_MEANS) + 2 * k * q + q + k + 3)
-    rate, decay = lr / w1, 1 - lr * number(matrix, 3)
-    w1_rate, sign = number(matrix, 0), number(matrix, 5)
-    begin = (block * TILE).to(tl.int32)
-    for start in range(begin, tl.minimum(begin + TILE, O), STEP):
-        at, rest = block * TILE + (start - begin), O - start
-        of_inputs = load2(left + at * (q + k), r, qs, q + k, rest, q)
-        of_units = load2(left + at * (q + k) + q, r, ks, q + k, rest, k)
-        delta = tl.dot(of_inputs, V, input_precision=PRECISION)
-        delta = tl.dot(of_units, right, delta, input_precision=PRECISION)
-        g = load2(G + at * I, r, columns, I, rest, I).to(tl.float32)
-        m = lerp(load2(M + at * I, r, columns, I, rest, I), sign * g, w1_rate)
-        store2(M + at * I, r, columns, I, rest, I, m)
-        delta += tl.load(cd + at + r, mask=r < rest, other=0.0)[:, None] * m
-        p = load2(P + at * I, r, columns, I, rest, I).to(tl.float32)
-        store2(P + at * I, r, columns, I, rest, I, (decay * p - rate * delta).to(PARAM_TYPE))
+    matrix, tile, strip = part_of(table, programs)
+    O, I, k, q = sizes_of(matrix, ALIGNED)
+    at, r, j = tile * TILE, tl.arange(0, TILE), (strip * STRIP).to(tl.int32) + tl.arange(0, STRIP)
+    rows, M = (O - at).to(tl.int32), tensor(matrix, EXP_AVG, tl.float32, ALIGNED) + at * I
+    G, P = tensor(matrix, GRAD, DTYPE, ALIGNED) + at * I, tensor(matrix, PARAM, DTYPE, ALIGNED) + at * I
+    g = sign * load2(G, r, j, I, 1, rows, I).to(tl.float32)
+    m = lerp(load2(M, r, j, I, 1, rows, I), g, news)
+    p = load2(P, r, j, I, 1, rows, I).to(tl.float32)
+    store2(M, r, j, I, 1, rows, I, m)
+    left, right = scratch + tl.load(matrix + LEFT) + at * (q + k), scratch + tl.load(matrix + RIGHT)
+    d = load1(scratch + tl.load(matrix + ROWS) + 3 * O.to(tl.int64) + at, r, rows)
+    delta = product(left, r, q + k, 1, rows, tensor(matrix, INPUT_MEANS), j, I, 1, I, q, d[:, None] * m, PRECISION)
+    delta = product(left + q, r, q + k, 1, rows, right, j, I, 1, I, k, delta, PRECISION)
+    lr, w = tl.load(rates), tl.load(tensor(matrix, GRAND_MEANS) + 2 * k * q + q + k + 3)
+    p = (1 - lr * weight_decay) * p - lr / w * delta
+    store2(P, r, j, I, 1, rows, I, p.to(DTYPE))

@@ -20,6 +20,13 @@
 #define VECTOR_BYTES 16
 #endif
 #endif
+#if VECTOR_BYTES == 64
+#define MM(name) _mm512_##name
+#elif defined(__AVX2__)
+#define MM(name) _mm256_##name
+#elif defined(__x86_64__)
+#define MM(name) _mm_##name
+#endif
 #define ALWAYS inline __attribute__((always_inline))
 #define INLINE static ALWAYS
 
@@ -55,76 +62,52 @@ template <class V, class T> INLINE V bits(T x) {
 template <class V, class S> INLINE V fill(S x) { return x - V{}; }  // −0 − 0 is −0: every bit survives
 
 // a b + c, rounded once where the processor can, as torch's own kernels do.
-INLINE Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
-#if VECTOR_BYTES == 64
-    return bits<Vec<float>>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
-#elif defined(__FMA__)
-    return bits<Vec<float>>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
+#if defined(__FMA__)
+INLINE Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) { return MM(fmadd_ps)(a, b, c); }
+INLINE Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) { return MM(fmadd_pd)(a, b, c); }
 #elif defined(__aarch64__)
+INLINE Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
     return bits<Vec<float>>(vfmaq_f32(bits<float32x4_t>(c), bits<float32x4_t>(a), bits<float32x4_t>(b)));
-#else
-    return a * b + c;
-#endif
 }
 INLINE Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) {
-#if VECTOR_BYTES == 64
-    return bits<Vec<double>>(_mm512_fmadd_pd(bits<__m512d>(a), bits<__m512d>(b), bits<__m512d>(c)));
-#elif defined(__FMA__)
-    return bits<Vec<double>>(_mm256_fmadd_pd(bits<__m256d>(a), bits<__m256d>(b), bits<__m256d>(c)));
-#elif defined(__aarch64__)
     return bits<Vec<double>>(vfmaq_f64(bits<float64x2_t>(c), bits<float64x2_t>(a), bits<float64x2_t>(b)));
-#else
-    return a * b + c;
-#endif
 }
+#else
+template <class V> INLINE V fma(V a, V b, V c) { return a * b + c; }
+#endif
 
 // ------------------------------------------------------------------ roots
 
-INLINE Vec<float> root(Vec<float> x) {
-#if VECTOR_BYTES == 64
-    return bits<Vec<float>>(_mm512_sqrt_ps(bits<__m512>(x)));
-#elif defined(__AVX2__)
-    return bits<Vec<float>>(_mm256_sqrt_ps(bits<__m256>(x)));
-#elif defined(__x86_64__)
-    return bits<Vec<float>>(_mm_sqrt_ps(bits<__m128>(x)));
+#if defined(MM)
+INLINE Vec<float> root(Vec<float> x) { return MM(sqrt_ps)(x); }
+INLINE Vec<double> root(Vec<double> x) { return MM(sqrt_pd)(x); }
 #elif defined(__aarch64__)
-    return bits<Vec<float>>(vsqrtq_f32(bits<float32x4_t>(x)));
+INLINE Vec<float> root(Vec<float> x) { return bits<Vec<float>>(vsqrtq_f32(bits<float32x4_t>(x))); }
+INLINE Vec<double> root(Vec<double> x) { return bits<Vec<double>>(vsqrtq_f64(bits<float64x2_t>(x))); }
 #else
+INLINE Vec<float> root(Vec<float> x) {
     for (int i = 0; i < Lanes<float>::W; ++i) x[i] = __builtin_sqrtf(x[i]);
     return x;
-#endif
 }
-
 INLINE Vec<double> root(Vec<double> x) {
-#if VECTOR_BYTES == 64
-    return bits<Vec<double>>(_mm512_sqrt_pd(bits<__m512d>(x)));
-#elif defined(__AVX2__)
-    return bits<Vec<double>>(_mm256_sqrt_pd(bits<__m256d>(x)));
-#elif defined(__x86_64__)
-    return bits<Vec<double>>(_mm_sqrt_pd(bits<__m128d>(x)));
-#elif defined(__aarch64__)
-    return bits<Vec<double>>(vsqrtq_f64(bits<float64x2_t>(x)));
-#else
     for (int i = 0; i < Lanes<double>::W; ++i) x[i] = __builtin_sqrt(x[i]);
     return x;
-#endif
 }
+#endif
 
 // 2 x^-½: a division and a product less than x^-½. Exact to two units in the last place for normal numbers; `careful`
 // also takes zero and infinity.
 INLINE Vec<double> twice_inverse_root(Vec<double> x, bool) { return 2.0 / root(x); }
 INLINE Vec<float> twice_inverse_root(Vec<float> x, bool careful) {
-    if (careful) return 2.0f / root(x);
-#if VECTOR_BYTES == 64
-    Vec<float> y = bits<Vec<float>>(_mm512_rsqrt14_ps(bits<__m512>(x)));
-#elif defined(__AVX2__)
-    Vec<float> y = bits<Vec<float>>(_mm256_rsqrt_ps(bits<__m256>(x)));
-#else
-    return 2.0f / root(x);
-#endif
 #if defined(__AVX2__)
-    return y * fma(-(x * y), y, fill<Vec<float>>(3.0f));  // one step of Newton's method doubles the digits
+#if VECTOR_BYTES == 64
+    const Vec<float> y = _mm512_rsqrt14_ps(x);
+#else
+    const Vec<float> y = _mm256_rsqrt_ps(x);
 #endif
+    if (!careful) return y * fma(-(x * y), y, fill<Vec<float>>(3.0f));  // a step of Newton's method doubles the digits
+#endif
+    return 2.0f / root(x);
 }
 
 // ------------------------------------------------------------------ memory
@@ -178,24 +161,26 @@ INLINE uint16_t narrow(float x) {
 #endif
 
 INLINE Vec<float> load(const float16* p) {
+    Halves half;
+    std::memcpy(&half, p, sizeof(half));
 #if VECTOR_BYTES == 64
-    return bits<Vec<float>>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+    return _mm512_cvtph_ps(bits<__m256i>(half));
 #elif defined(__F16C__)
-    return bits<Vec<float>>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+    return _mm256_cvtph_ps(bits<__m128i>(half));
 #else
     Vec<float> x;
-    for (int i = 0; i < Lanes<float>::W; ++i) x[i] = widen(p[i].bits);
+    for (int i = 0; i < Lanes<float>::W; ++i) x[i] = widen(half[i]);
     return x;
 #endif
 }
 INLINE void store(float16* p, Vec<float> x) {
-#if VECTOR_BYTES == 64
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__F16C__)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(bits<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+#if defined(__F16C__)
+    const Halves half = bits<Halves>(MM(cvtps_ph)(x, _MM_FROUND_TO_NEAREST_INT));
 #else
-    for (int i = 0; i < Lanes<float>::W; ++i) p[i].bits = narrow(x[i]);
+    Halves half;
+    for (int i = 0; i < Lanes<float>::W; ++i) half[i] = narrow(x[i]);
 #endif
+    std::memcpy(p, &half, sizeof(half));
 }
 
 // ------------------------------------------------------------------ the first n lanes
@@ -220,30 +205,14 @@ template <class T> INLINE void store(T* p, Vec<typename Arithmetic<T>::type> x, 
 }
 #if VECTOR_BYTES == 32
 template <> ALWAYS Vec<float> load(const float* p, int n) {
-    return bits<Vec<float>>(_mm256_maskload_ps(p, bits<__m256i>(first_lanes<float>(n))));
-}
-template <> ALWAYS Vec<double> load(const double* p, int n) {
-    return bits<Vec<double>>(_mm256_maskload_pd(p, bits<__m256i>(first_lanes<double>(n))));
+    return _mm256_maskload_ps(p, bits<__m256i>(first_lanes<float>(n)));
 }
 template <> ALWAYS void store(float* p, Vec<float> x, int n) {
-    _mm256_maskstore_ps(p, bits<__m256i>(first_lanes<float>(n)), bits<__m256>(x));
-}
-template <> ALWAYS void store(double* p, Vec<double> x, int n) {
-    _mm256_maskstore_pd(p, bits<__m256i>(first_lanes<double>(n)), bits<__m256d>(x));
+    _mm256_maskstore_ps(p, bits<__m256i>(first_lanes<float>(n)), x);
 }
 #elif VECTOR_BYTES == 64
-template <> ALWAYS Vec<float> load(const float* p, int n) {
-    return bits<Vec<float>>(_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p));
-}
-template <> ALWAYS Vec<double> load(const double* p, int n) {
-    return bits<Vec<double>>(_mm512_maskz_loadu_pd(__mmask8((1u << n) - 1), p));
-}
-template <> ALWAYS void store(float* p, Vec<float> x, int n) {
-    _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), bits<__m512>(x));
-}
-template <> ALWAYS void store(double* p, Vec<double> x, int n) {
-    _mm512_mask_storeu_pd(p, __mmask8((1u << n) - 1), bits<__m512d>(x));
-}
+template <> ALWAYS Vec<float> load(const float* p, int n) { return _mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p); }
+template <> ALWAYS void store(float* p, Vec<float> x, int n) { _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), x); }
 #endif
 
 // ------------------------------------------------------------------ sums in double
@@ -261,18 +230,11 @@ template <> struct Total<double> {
 template <> struct Total<float> {
     Total<double> low, high;
     ALWAYS void add(Vec<float> x) {
-#if VECTOR_BYTES == 64
-        __m512 all = bits<__m512>(x);
-        low.add(bits<Vec<double>>(_mm512_cvtps_pd(_mm512_castps512_ps256(all))));
-        high.add(bits<Vec<double>>(_mm512_cvtps_pd(_mm512_extractf32x8_ps(all, 1))));
-#elif defined(__AVX2__)
-        __m256 all = bits<__m256>(x);
-        low.add(bits<Vec<double>>(_mm256_cvtps_pd(_mm256_castps256_ps128(all))));
-        high.add(bits<Vec<double>>(_mm256_cvtps_pd(_mm256_extractf128_ps(all, 1))));
-#else
-        low.add(Vec<double>{x[0], x[1]});
-        high.add(Vec<double>{x[2], x[3]});
-#endif
+        typedef float Half __attribute__((vector_size(VECTOR_BYTES / 2)));
+        Half halves[2];
+        std::memcpy(halves, &x, sizeof(x));
+        low.add(__builtin_convertvector(halves[0], Vec<double>));
+        high.add(__builtin_convertvector(halves[1], Vec<double>));
     }
     ALWAYS double sum() const {
         Total<double> both;

@@ -1,0 +1,550 @@
+"""A study of optimizers under the field's own rules: finished schedules, several tuned settings, fresh seeds.
+
+    cell      a task, its arms, how many runs tune each of them, and with how many fresh seeds the best settings run
+    tuning    coordinate descent over rate, weight decay, β₂, β₁ and warm-up with one seed; twice the budget for AdamW
+    final     the best settings with fresh seeds, the same for all arms: equal weights, equal batches
+    curve     AdamW's best settings with fewer and more tokens: its loss L(D) tells gains as tokens saved
+
+What to run next follows from the records, so a study resumes wherever it was stopped.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blockmean.lab.arms import find
+from blockmean.lab.compare import in_turn
+from blockmean.lab.environment import package_version
+from blockmean.lab.race import held_out_loss
+from blockmean.lab.records import Records, run_all
+from blockmean.lab.spec import RunSpec
+from blockmean.lab.study_search import Axis, Point, Search, descend
+from blockmean.lab.tasks import Task, require_one_of
+from blockmean.lab.tokens import CONTEXT
+from blockmean.lab.train import Record
+
+BASELINE = "AdamW"
+TUNING_SEED = 100
+TIMING_SEEDS, TIMING_STEPS = (200, 201, 202), 40
+"""Short runs for times that are published: the long ones share the machine with whatever else runs."""
+
+RATE = Axis("lr", tuple(float(f"{1e-3 * 2.0**k:.6g}") for k in range(-7, 13)))
+AXES = (
+    RATE,
+    Axis("weight_decay", (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)),
+    Axis("beta2", (0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9995)),
+    Axis("beta1", (0.5, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)),
+    Axis("warm_up", (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)),
+)
+"""In the order in which they are searched. The grids go on beyond what is usual: no optimum should be at their edge."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An optimizer with the settings its search starts from: usual ones for language models, its authors' betas.
+
+    All have updates of AdamW's size but SGD. So they start at the rate that the first runs of AdamW's search led to,
+    and have their budget left for the other settings; AdamW itself starts at a quarter of it, with twice the budget.
+    """
+
+    optimizer: str
+    start: Point = (0.008, 0.1, 0.95, 0.9, 0.05)
+    """Rate, weight decay, β₂, β₁ and warm-up."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    axes: tuple[str, ...] = tuple(axis.name for axis in AXES)
+    colour: str = "0.5"
+
+    def settings(self, point: Point) -> dict[str, Any]:
+        """What the spec of a run takes."""
+        value = dict(zip((axis.name for axis in AXES), point, strict=True))
+        own: dict[str, Any] = {"betas": [value["beta1"], value["beta2"]]}
+        if self.optimizer == "SGD":
+            own = {"momentum": value["beta1"]}
+        elif self.optimizer == "MuonAdamW":  # the betas are AdamW's, of embeddings, output, biases and gains
+            own = {"momentum": value["beta1"], "betas": [0.9, value["beta2"]]}
+        options = {**self.options, **own, "weight_decay": value["weight_decay"]}
+        return {"optimizer": self.optimizer, "options": options, "warm_up": value["warm_up"]}
+
+
+SOAP = {"max_precondition_dim": 1024}
+"""Vocabularies have no basis of their own, as in the experiments of SOAP's authors."""
+ARMS = {
+    BASELINE: Arm("AdamW", (0.002, 0.1, 0.95, 0.9, 0.05), colour="0.2"),
+    "NAdamW": Arm("NAdam", options={"decoupled_weight_decay": True}, colour="tab:brown"),
+    "Muon + AdamW": Arm("MuonAdamW", (0.008, 0.1, 0.95, 0.95, 0.05), colour="tab:purple"),
+    "SOAP": Arm("SOAP", (0.008, 0.1, 0.95, 0.95, 0.05), {**SOAP, "precondition_frequency": 1}, colour="tab:green"),
+    "SOAP, every 10": Arm(
+        "SOAP", (0.008, 0.1, 0.95, 0.95, 0.05), {**SOAP, "precondition_frequency": 10}, colour="tab:olive"
+    ),
+    "SGD": Arm(
+        "SGD", (0.128, 0.0005, 0.95, 0.9, 0.05), {"nesterov": True}, ("lr", "weight_decay", "beta1", "warm_up"), "0.6"
+    ),
+    "AdamBMA": Arm("AdamBMA", colour="tab:blue"),
+    "Adam-mini": Arm("AdamMini", options={"num_embeds": 96, "num_heads": 4}, colour="tab:pink"),
+    "Anova": Arm("Anova", colour="tab:red"),
+}
+"""Adding an arm is adding a row; in this order they run. Anova is the last: it is ours."""
+
+SGD_DECAY = Axis("weight_decay", (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005))
+"""SGD's decay is part of the gradient, and multiplied by a rate a hundred times larger."""
+
+RIVALS = (BASELINE, "Muon + AdamW", "SOAP, every 10", "Anova")
+"""The arms of the cells that cost most."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A task with its arms and budgets."""
+
+    task: Task
+    arms: Mapping[str, int]
+    """How many runs tune each; 0 takes the settings that `like` found."""
+    seeds: int
+    like: str = ""
+    """The cell whose best settings the searches of this one start from; then only the rate is searched."""
+    curve: tuple[float, ...] = ()
+    """AdamW also runs with these multiples of the steps."""
+    curve_seeds: int = 3
+    longer: str = ""
+    """The cell whose AdamW belongs to this one's curve as well: the same task with more steps."""
+    rates: tuple[float, ...] = ()
+    """Instead of a search: every rate with every fresh seed."""
+    start: str = ""
+    """The cell that this one's runs continue from: its AdamW, best settings, first fresh seed."""
+    ablations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options of Anova, at its best settings otherwise."""
+    search_less: Mapping[str, int] = field(default_factory=dict)
+    """Arms that start from AdamW's best settings of this cell and search the rate only, with so many runs."""
+    few_seeds: int = 3
+    """Of ablations and of the arms that search less."""
+
+    def seeds_of(self, arm: str) -> int:
+        return self.few_seeds if arm in self.search_less else self.seeds
+
+
+def _language(model: str, steps: int, batch: int = 16, title: str = "", text: str = "python-docs") -> Task:
+    return Task(
+        text,
+        model,
+        steps,
+        batch,
+        loss="next_token",
+        title=title,
+        points=200,
+        warm_up=0.05,
+        decay="linear",
+        clip=1.0,
+        tokenizer=text,
+    )
+
+
+ABLATIONS: dict[str, dict[str, Any]] = {
+    **{f"means={k}": {"means": k} for k in (0, 4, 16, 64)},
+    "refresh_every=1": {"refresh_every": 1},
+    "refresh_every=20": {"refresh_every": 20},
+}
+
+TUNED = {BASELINE: 24, "NAdamW": 12, "Muon + AdamW": 12, "SOAP": 12, "SOAP, every 10": 12, "Anova": 12}
+LESS = {"AdamBMA": 6, "Adam-mini": 6}
+PUBLISHED = {
+    "S": Cell(
+        _language("gpt-96", 1611, title="GPT, .34M parameters, 6.6M tokens"),
+        TUNED,
+        seeds=8,
+        curve=(0.5, 2.0),
+        longer="S-4x",
+        ablations=ABLATIONS,
+        search_less=LESS,
+    ),
+    "finetune": Cell(
+        replace(_language("gpt-96", 300, title="GPT, .34M, continued on Shakespeare"), dataset="shakespeare"),
+        dict.fromkeys(RIVALS, 0),
+        seeds=3,
+        like="S",
+        rates=(3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
+        start="S",
+    ),
+    "S-16k": Cell(
+        _language("gpt-96", 403, batch=64, title="GPT, .34M, 6.6M tokens, batch 16k"),
+        {BASELINE: 6, "Muon + AdamW": 3, "SOAP, every 10": 3, "Anova": 3},
+        seeds=3,
+        like="S",
+    ),
+    "S-4x": Cell(
+        _language("gpt-96", 6444, title="GPT, .34M, 26.4M tokens"),
+        {BASELINE: 3, "SOAP, every 10": 0, "Anova": 0},
+        seeds=3,
+        like="S",
+    ),
+    "M": Cell(
+        _language("gpt-160", 3021, title="GPT, 1.24M, 12.4M tokens"),
+        {BASELINE: 3, "Muon + AdamW": 0, "SOAP, every 10": 0, "Anova": 0},
+        seeds=3,
+        like="S",
+        curve=(2.0,),
+        curve_seeds=1,
+    ),
+    "vision": Cell(
+        Task(
+            "cifar10",
+            "resnet10",
+            5850,
+            128,
+            flip=True,
+            title="CIFAR-10, BatchNorm ResNet, .26M parameters, 15 epochs",
+            points=200,
+            warm_up=0.05,
+            decay="linear",
+            clip=1.0,
+            crop=4,
+        ),
+        {BASELINE: 8, "SGD": 4, "SOAP, every 10": 3, "Anova": 4},
+        seeds=3,
+    ),
+}
+"""The published study; adding a cell is adding a row. In this order they run."""
+
+
+def _tiny(cell: Cell, steps: int) -> Cell:
+    """The cell on the manual inside Python, with a tiny model, few runs and few seeds."""
+    task = replace(_language("gpt-16", steps, 4, f"{cell.task.title}: tiny", "manual"))
+    budgets = {arm: min(budget, 4) for arm, budget in cell.arms.items() if arm in (BASELINE, "SOAP, every 10", "Anova")}
+    some = dict(list(cell.ablations.items())[:2])
+    return replace(cell, task=task, arms=budgets, seeds=2, curve_seeds=2, ablations=some, few_seeds=2, search_less={})
+
+
+PROFILES: dict[str, dict[str, Cell]] = {
+    "quick": {name: _tiny(PUBLISHED[name], steps) for name, steps in {"S": 60, "finetune": 20, "S-4x": 240}.items()},
+    "full": PUBLISHED,
+}
+
+
+class Findings(NamedTuple):
+    """What the records of a cell say."""
+
+    searches: dict[str, Search]
+    """Of the arms whose search can begin."""
+    best: dict[str, Point]
+    """Of the arms whose search is over."""
+    final: dict[str, list[Record]]
+    """Per arm the records of its best settings with the fresh seeds, in their order."""
+    curve: dict[float, list[Record]]
+    """AdamW's records per multiple of the steps."""
+    rates: dict[str, dict[float, list[Record]]]
+    """Of a cell with given rates."""
+    ablations: dict[str, list[Record]]
+    unusable: list[str]
+
+
+@dataclass(frozen=True)
+class Study:
+    """Cells, and the arms that take part."""
+
+    cells: Mapping[str, Cell]
+    arms: tuple[str, ...]
+    folder: Path
+    """Of the records, a file per cell."""
+
+    def file(self, name: str) -> Path:
+        return self.folder / f"{name}.jsonl"
+
+    def axes(self, name: str, arm: str) -> tuple[Axis, ...]:
+        """All axes of a search; those that do not move have one value."""
+        cell, start = self.cells[name], ARMS[arm].start
+        only_rate = bool(cell.like) or arm in cell.search_less
+        moving = ("lr",) if only_rate else ARMS[arm].axes
+        grids = [SGD_DECAY if arm == "SGD" and axis.name == "weight_decay" else axis for axis in AXES]
+        if only_rate:
+            start = self.start(name, arm) or start
+        return tuple(
+            axis if axis.name in moving else Axis(axis.name, (value,)) for axis, value in zip(grids, start, strict=True)
+        )
+
+    def start(self, name: str, arm: str) -> Point | None:
+        """Where the search of an arm begins; None as long as that depends on records that are missing."""
+        cell = self.cells[name]
+        if arm in cell.search_less:
+            return self.best(name, BASELINE)
+        return self.best(cell.like, arm) if cell.like else ARMS[arm].start
+
+    def search(self, name: str, arm: str) -> Search | None:
+        """The search of an arm as far as its records go; None if it cannot begin."""
+        start, cell = self.start(name, arm), self.cells[name]
+        if start is None:
+            return None
+        budget = cell.search_less.get(arm, cell.arms.get(arm, 0))
+        if not budget:
+            return Search(start, float("nan"), converged=True)
+        known = self.records(name)
+
+        def loss(point: Point) -> float | None:
+            records = known.of([self.spec(name, arm, point, TUNING_SEED)])
+            return held_out_loss(records[0]) if records else None
+
+        return descend(start, self.axes(name, arm), budget, loss)
+
+    def best(self, name: str, arm: str) -> Point | None:
+        """The best settings of an arm; None as long as its search is not over, or if it always diverged."""
+        found = self.search(name, arm)
+        return found.best if found is not None and found.wanted is None and found.loss != float("inf") else None
+
+    def spec(self, name: str, arm: str, point: Point, seed: int, steps: int = 0, **options: Any) -> RunSpec:
+        """A run of a cell."""
+        cell = self.cells[name]
+        settings = ARMS[arm].settings(point)
+        settings["options"] = {**settings["options"], **options}
+        if cell.start:
+            before = self.best(cell.start, BASELINE)
+            if before is None:
+                raise ValueError(f"{cell.start} has no best settings of {BASELINE} yet.")
+            settings["start"] = asdict(self.spec(cell.start, BASELINE, before, 0))
+        return cell.task.spec(settings, point[0], seed, steps)
+
+    def arms_of(self, name: str) -> list[str]:
+        """The arms of a cell, in the order in which they run."""
+        cell = self.cells[name]
+        return [arm for arm in ARMS if arm in self.arms and (arm in cell.arms or arm in cell.search_less)]
+
+    def records(self, name: str) -> Records:
+        """The records of a cell; read again only when the file has grown."""
+        path = self.file(name)
+        size = path.stat().st_size if path.exists() else 0
+        cached = _READ.get(path)
+        if cached is None or cached[0] != size:
+            _READ[path] = cached = size, Records(path)
+        return cached[1]
+
+    def final_specs(self, name: str, arm: str) -> list[RunSpec]:
+        """The best settings of an arm with the fresh seeds, or every rate with them; empty while none are known."""
+        cell, point = self.cells[name], self.best(name, arm)
+        if point is None or (cell.start and self.best(cell.start, BASELINE) is None):
+            return []
+        points = [(rate, *point[1:]) for rate in cell.rates] or [point]
+        return [self.spec(name, arm, one, seed) for seed in range(cell.seeds_of(arm)) for one in points]
+
+    def curve_specs(self, name: str) -> dict[float, list[RunSpec]]:
+        """AdamW's runs with fewer and more steps."""
+        cell, point = self.cells[name], self.best(name, BASELINE)
+        if point is None:
+            return {}
+        return {
+            times: [
+                self.spec(name, BASELINE, point, seed, round(times * cell.task.steps))
+                for seed in range(cell.curve_seeds)
+            ]
+            for times in cell.curve
+        }
+
+    def ablation_specs(self, name: str) -> dict[str, list[RunSpec]]:
+        """Anova's runs with other options."""
+        cell, point = self.cells[name], self.best(name, "Anova")
+        if point is None or "Anova" not in self.arms:
+            return {}
+        seeds = range(cell.few_seeds)
+        return {
+            what: [self.spec(name, "Anova", point, seed, **options) for seed in seeds]
+            for what, options in cell.ablations.items()
+        }
+
+    def findings(self, name: str) -> Findings:
+        """What the records of a cell say."""
+        known, cell = self.records(name), self.cells[name]
+        searches = {arm: found for arm in self.arms_of(name) if (found := self.search(name, arm)) is not None}
+        best = {arm: point for arm in searches if (point := self.best(name, arm)) is not None}
+        specs = {arm: self.final_specs(name, arm) for arm in best}
+        rates = {
+            arm: {rate: known.of(spec for spec in own if spec.lr == rate) for rate in cell.rates}
+            for arm, own in specs.items()
+        }
+        final = {arm: known.of(own) for arm, own in specs.items()} if not cell.rates else {}
+        curve = {times: known.of(own) for times, own in self.curve_specs(name).items()}
+        ablations = {what: known.of(own) for what, own in self.ablation_specs(name).items()}
+        return Findings(
+            searches,
+            best,
+            {arm: records for arm, records in final.items() if records},
+            {times: records for times, records in curve.items() if records},
+            rates if cell.rates else {},
+            {what: records for what, records in ablations.items() if records},
+            known.unusable,
+        )
+
+    def wanted(self) -> Iterator[tuple[str, str, RunSpec]]:
+        """The runs that can be made now and have no record: cell, arm or part of the study, spec."""
+        for name in self.cells:
+            known = self.records(name)
+            arms = self.arms_of(name)
+            for arm in arms:
+                found = self.search(name, arm)
+                if found is not None and found.wanted is not None:
+                    yield name, arm, self.spec(name, arm, found.wanted, TUNING_SEED)
+            parts = {
+                **{arm: self.final_specs(name, arm) for arm in arms},
+                **{f"{BASELINE} × {times:g}": own for times, own in self._curves(name)},
+                **self.ablation_specs(name),
+            }
+            names = {spec: what for what, own in parts.items() for spec in own}
+            for spec in in_turn(parts.values()):
+                if not known.of([spec]):
+                    yield name, names[spec], spec
+
+    def _curves(self, name: str) -> Iterable[tuple[float, list[RunSpec]]]:
+        return self.curve_specs(name).items() if BASELINE in self.arms else ()
+
+    def run(
+        self, data_dir: Path | None, jobs: int, on_record: Callable[[str, str, Record], None] = lambda *said: None
+    ) -> None:
+        """Make all runs that have no record yet."""
+        while todo := list(self.wanted()):
+            name = todo[0][0]
+            batch = [(arm, spec) for cell, arm, spec in todo if cell == name]
+            if batch[0][1].seed == TUNING_SEED:
+                batch = batch[:jobs]  # what comes next depends on them
+            arms = {spec.key: arm for arm, spec in batch}
+            for record in run_all([spec for _, spec in batch], self.file(name), data_dir, jobs):
+                on_record(name, arms[RunSpec(**record["spec"]).key], record)
+
+    def run_times(
+        self, data_dir: Path | None, on_record: Callable[[str, str, Record], None] = lambda *said: None
+    ) -> None:
+        """Time a few steps of every arm at its best settings, one run at a time, the arms in turn."""
+        for name in self.cells:
+            specs = self.timing_specs(name)
+            arms = {spec.key: arm for arm, own in specs.items() for spec in own}
+            for record in run_all(list(in_turn(specs.values())), self.file(f"{name}-times"), data_dir):
+                on_record(name, arms[RunSpec(**record["spec"]).key], record)
+
+    def timing_specs(self, name: str) -> dict[str, list[RunSpec]]:
+        """Short runs of the arms whose settings are known."""
+        points = {arm: point for arm in self.arms_of(name) if (point := self.best(name, arm)) is not None}
+        if (start := self.cells[name].start) and self.best(start, BASELINE) is None:
+            return {}
+        return {
+            arm: [self.spec(name, arm, point, seed, TIMING_STEPS) for seed in TIMING_SEEDS]
+            for arm, point in points.items()
+        }
+
+    def times(self, name: str) -> dict[str, list[Record]]:
+        """The records of these runs, of arms that have them all."""
+        known = Records(self.file(f"{name}-times"))
+        found = {arm: known.of(specs) for arm, specs in self.timing_specs(name).items()}
+        return {arm: records for arm, records in found.items() if len(records) == len(TIMING_SEEDS)}
+
+    # ---------------------------------------------------------------- the plan
+
+    def plan(self) -> list[PlanRow]:
+        """Per cell the number of runs, those that are done, and processor hours as far as records tell."""
+        rows = []
+        for name, cell in self.cells.items():
+            done = len(self.records(name).every())
+            arms = self.arms_of(name)
+            tuning = sum(cell.search_less.get(arm, cell.arms.get(arm, 0)) for arm in arms)
+            final = sum(map(cell.seeds_of, arms)) * max(1, len(cell.rates))
+            more = cell.curve_seeds * sum(cell.curve) if BASELINE in self.arms else 0
+            ablations = len(cell.ablations) * cell.few_seeds if "Anova" in self.arms else 0
+            whole = tuning + final + more + ablations  # in runs of the cell's own length
+            rows.append(PlanRow(name, tuning, final, more + ablations, done, whole * self.seconds(name) / 3600))
+        return rows
+
+    def seconds(self, name: str) -> float:
+        """Processor seconds of a run of a cell: the median of its records, or those of others scaled by their tokens.
+
+        Counted are training and the tests along the way, which are about 4% of it.
+        """
+        mine = _seconds_per_step(self.records(name).every())
+        task = self.cells[name].task
+        if mine is None:
+            guesses = {
+                other: per_step * _work(task) / _work(cell.task)
+                for other, cell in self.cells.items()
+                if (per_step := _seconds_per_step(self.records(other).every())) is not None
+            }
+            mine = next(iter(guesses.values()), _work(task) / 4e10)
+        return 1.04 * mine * task.steps
+
+
+def describe(record: Record) -> str:
+    """The settings of a run and what came of it, in a line."""
+    spec = record["spec"]
+    kept = {name: value for name, value in spec["options"].items() if name in ("weight_decay", "betas", "momentum")}
+    settings = {"lr": spec["lr"], **kept, "warm_up": spec["warm_up"], "seed": spec["seed"], "steps": spec["steps"]}
+    said = ", ".join(f"{name}={value}" for name, value in settings.items())
+    return f"{said}: held-out loss {held_out_loss(record):.4f}, {record['seconds']:.0f} s"
+
+
+class PlanRow(NamedTuple):
+    """A cell of the plan."""
+
+    cell: str
+    tuning: int
+    """Runs at most."""
+    final: int
+    more: float
+    """The baseline's curve and ablations, in runs of the cell's length."""
+    done: int
+    hours: float
+
+
+_READ: dict[Path, tuple[int, Records]] = {}
+
+
+def _seconds_per_step(records: list[Record]) -> float | None:
+    found = [r["seconds"] / r["spec"]["steps"] for r in records if r["diverged_at"] is None]
+    return statistics.median(found) if found else None
+
+
+def _work(task: Task) -> float:
+    """Floating-point operations of a step, roughly; of convolutions, which are faster, as many as take their time."""
+    each = {"gpt-16": 6 * 36e3, "gpt-96": 6 * 0.55e6, "gpt-160": 6 * 1.6e6, "resnet10": 6 * 10e6}[task.model]
+    return each * task.batch * (CONTEXT if task.tokenizer else 1)
+
+
+def make_study(
+    folder: Path,
+    cells: Iterable[str] | None = None,
+    arms: Iterable[str] | None = None,
+    profile: str = "full",
+    text: Path | None = None,
+) -> Study:
+    """A study of some cells and arms, or all of them.
+
+    Args:
+        folder: of the records.
+        text: a text of the user's own instead of Python's documentation.
+    """
+    require_one_of("profile", profile, PROFILES)
+    known = PROFILES[profile]
+    chosen = list(cells or known)
+    runners = list(arms or ARMS)
+    for what, given, every in (("cell", chosen, list(known)), ("arm", runners, list(ARMS))):
+        unknown = [one for one in given if one not in every]
+        if unknown:
+            raise ValueError(f"There is no {what} {', '.join(map(repr, unknown))}. There are {'; '.join(every)}.")
+    found = {name: known[name] for name in known if name in chosen or any(known[c].like == name for c in chosen)}
+    if text is not None:
+        found = {name: _on_text(cell, str(text.resolve())) for name, cell in found.items()}
+    return Study(found, tuple(arm for arm in ARMS if arm in runners), folder)
+
+
+def missing_packages(study: Study) -> list[str]:
+    """Packages that the runs of a study need and that are not installed."""
+    missing = set()
+    for arm in study.arms:
+        try:
+            find(ARMS[arm].optimizer)
+        except ModuleNotFoundError as error:
+            missing.add(str(error.name))
+    if package_version("tokenizers") is None and any(cell.task.tokenizer for cell in study.cells.values()):
+        missing.add("tokenizers")
+    return sorted(missing)
+
+
+def _on_text(cell: Cell, text: str) -> Cell:
+    task = cell.task
+    if not task.tokenizer:
+        return cell
+    return replace(cell, task=replace(task, tokenizer=text, dataset=text if not cell.start else task.dataset))
