@@ -185,7 +185,7 @@ def test_adamw_has_twice_the_budget_of_any_other():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cells": ["XL"]}, "There is no cell 'XL'. There are S; finetune;"),
+        ({"cells": ["XL"]}, "There is no cell 'XL'. There are XS; S; finetune;"),
         ({"arms": ["Lion"]}, "There is no arm 'Lion'. There are AdamW;"),
         ({"profile": "slow"}, "profile must be one of quick, full"),
     ],

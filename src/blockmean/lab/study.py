@@ -84,7 +84,7 @@ ARMS = {
         "SGD", (0.128, 0.0005, 0.95, 0.9, 0.05), {"nesterov": True}, ("lr", "weight_decay", "beta1", "warm_up"), "0.6"
     ),
     "AdamBMA": Arm("AdamBMA", colour="tab:blue"),
-    "Adam-mini": Arm("AdamMini", options={"num_embeds": 96, "num_heads": 4}, colour="tab:pink"),
+    "Adam-mini": Arm("AdamMini", options={"num_heads": 4}, colour="tab:pink"),
     "Anova": Arm("Anova", colour="tab:red"),
 }
 """Adding an arm is adding a row; in this order they run. Anova is the last: it is ours."""
@@ -105,7 +105,9 @@ class Cell:
     """How many runs tune each; 0 takes the settings that `like` found."""
     seeds: int
     like: str = ""
-    """The cell whose best settings the searches of this one start from; then only the rate is searched."""
+    """The cell whose best settings the searches of this one start from."""
+    only_rate: bool = False
+    """Whether the searches move the rate alone."""
     curve: tuple[float, ...] = ()
     """AdamW also runs with these multiples of the steps."""
     curve_seeds: int = 3
@@ -151,10 +153,19 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 TUNED = {BASELINE: 24, "NAdamW": 12, "Muon + AdamW": 12, "SOAP": 12, "SOAP, every 10": 12, "Anova": 12}
 LESS = {"AdamBMA": 6, "Adam-mini": 6}
 PUBLISHED = {
-    "S": Cell(
-        _language("gpt-96", 1611, title="GPT, .34M parameters, 6.6M tokens"),
+    "XS": Cell(
+        _language("gpt-64", 488, title="GPT, .1M parameters, 2M tokens"),
         TUNED,
         seeds=8,
+        curve=(0.5, 2.0, 4.0),
+        ablations=ABLATIONS,
+        search_less=LESS,
+    ),
+    "S": Cell(
+        _language("gpt-96", 1611, title="GPT, .34M parameters, 6.6M tokens"),
+        {arm: budget // 2 for arm, budget in TUNED.items()},
+        seeds=8,
+        like="XS",
         curve=(0.5, 2.0),
         longer="S-4x",
         ablations=ABLATIONS,
@@ -165,6 +176,7 @@ PUBLISHED = {
         dict.fromkeys(RIVALS, 0),
         seeds=3,
         like="S",
+        only_rate=True,
         rates=(3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
         start="S",
     ),
@@ -173,18 +185,21 @@ PUBLISHED = {
         {BASELINE: 6, "Muon + AdamW": 3, "SOAP, every 10": 3, "Anova": 3},
         seeds=3,
         like="S",
+        only_rate=True,
     ),
     "S-4x": Cell(
         _language("gpt-96", 6444, title="GPT, .34M, 26.4M tokens"),
         {BASELINE: 3, "SOAP, every 10": 0, "Anova": 0},
         seeds=3,
         like="S",
+        only_rate=True,
     ),
     "M": Cell(
         _language("gpt-160", 3021, title="GPT, 1.24M, 12.4M tokens"),
         {BASELINE: 3, "Muon + AdamW": 0, "SOAP, every 10": 0, "Anova": 0},
         seeds=3,
         like="S",
+        only_rate=True,
         curve=(2.0,),
         curve_seeds=1,
     ),
@@ -210,11 +225,13 @@ PUBLISHED = {
 
 
 def _tiny(cell: Cell, steps: int) -> Cell:
-    """The cell on the manual inside Python, with a tiny model, few runs and few seeds."""
+    """The cell on the manual inside Python, with a tiny model, few runs and few seeds; none is smaller than S."""
     task = replace(_language("gpt-16", steps, 4, f"{cell.task.title}: tiny", "manual"))
     budgets = {arm: min(budget, 4) for arm, budget in cell.arms.items() if arm in (BASELINE, "SOAP, every 10", "Anova")}
     some = dict(list(cell.ablations.items())[:2])
-    return replace(cell, task=task, arms=budgets, seeds=2, curve_seeds=2, ablations=some, few_seeds=2, search_less={})
+    like = "" if cell.like == "XS" else cell.like
+    few = replace(cell, task=task, arms=budgets, like=like, ablations=some, search_less={})
+    return replace(few, seeds=2, curve_seeds=2, few_seeds=2)
 
 
 PROFILES: dict[str, dict[str, Cell]] = {
@@ -255,11 +272,9 @@ class Study:
     def axes(self, name: str, arm: str) -> tuple[Axis, ...]:
         """All axes of a search; those that do not move have one value."""
         cell, start = self.cells[name], ARMS[arm].start
-        only_rate = bool(cell.like) or arm in cell.search_less
-        moving = ("lr",) if only_rate else ARMS[arm].axes
+        moving = ("lr",) if cell.only_rate or arm in cell.search_less else ARMS[arm].axes
         grids = [SGD_DECAY if arm == "SGD" and axis.name == "weight_decay" else axis for axis in AXES]
-        if only_rate:
-            start = self.start(name, arm) or start
+        start = self.start(name, arm) or start
         return tuple(
             axis if axis.name in moving else Axis(axis.name, (value,)) for axis, value in zip(grids, start, strict=True)
         )
@@ -297,6 +312,8 @@ class Study:
         cell = self.cells[name]
         settings = ARMS[arm].settings(point)
         settings["options"] = {**settings["options"], **options}
+        if arm == "Adam-mini":  # it cannot tell the width of a model
+            settings["options"]["num_embeds"] = int(cell.task.model.split("-")[1])
         if cell.start:
             before = self.best(cell.start, BASELINE)
             if before is None:
@@ -499,8 +516,8 @@ def _seconds_per_step(records: list[Record]) -> float | None:
 
 def _work(task: Task) -> float:
     """Floating-point operations of a step, roughly; of convolutions, which are faster, as many as take their time."""
-    each = {"gpt-16": 6 * 36e3, "gpt-96": 6 * 0.55e6, "gpt-160": 6 * 1.6e6, "resnet10": 6 * 10e6}[task.model]
-    return each * task.batch * (CONTEXT if task.tokenizer else 1)
+    each = {"gpt-16": 36e3, "gpt-64": 0.25e6, "gpt-96": 0.55e6, "gpt-160": 1.6e6, "resnet10": 10e6}[task.model]
+    return 6 * each * task.batch * (CONTEXT if task.tokenizer else 1)
 
 
 def make_study(
@@ -524,7 +541,9 @@ def make_study(
         unknown = [one for one in given if one not in every]
         if unknown:
             raise ValueError(f"There is no {what} {', '.join(map(repr, unknown))}. There are {'; '.join(every)}.")
-    found = {name: known[name] for name in known if name in chosen or any(known[c].like == name for c in chosen)}
+    for name in chosen:
+        chosen += [like for like in [known[name].like] if like and like not in chosen]
+    found = {name: known[name] for name in known if name in chosen}
     if text is not None:
         found = {name: _on_text(cell, str(text.resolve())) for name, cell in found.items()}
     return Study(found, tuple(arm for arm in ARMS if arm in runners), folder)

@@ -178,7 +178,8 @@ class GPT(nn.Module):
 
 GPTS: dict[str, Callable[[tuple[int, int]], nn.Module]] = {
     "gpt-16": lambda shape: GPT(shape[0], 16, layers=1, context=shape[1]),
+    "gpt-64": lambda shape: GPT(shape[0], 64, layers=2, context=shape[1]),
     "gpt-96": lambda shape: GPT(shape[0], 96, layers=3, context=shape[1]),
     "gpt-160": lambda shape: GPT(shape[0], 160, layers=4, context=shape[1]),
 }
-"""For (tokens, tokens in a window). Without embeddings and output: 3 thousand, .34 and 1.24 million parameters."""
+"""For (tokens, tokens in a window). Without embeddings and output: 3 thousand, .1, .34 and 1.24 million parameters."""
