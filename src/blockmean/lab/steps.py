@@ -25,7 +25,7 @@ from blockmean.lab.compare import Table
 from blockmean.lab.environment import environment, package_version, use_threads
 from blockmean.lab.models import MODELS
 from blockmean.lab.records import Records, append
-from blockmean.lab.timing import interleaved, ratios, summary
+from blockmean.lab.timing import interleaved, keep_memory, ratios, summary
 
 # ---------------------------------------------------------------- networks
 
@@ -151,6 +151,7 @@ def operations(optimizer: torch.optim.Optimizer) -> int:
 def measure(name: str, on: str, threads: int, repetitions: int) -> dict[str, Any]:
     """Time an optimizer beside both yardsticks, in this process. Unsuitable if it has nothing to do there."""
     use_threads(threads)
+    kept = keep_memory()  # torch's default AdamW takes twice as long where every temporary causes page faults
     steps: dict[str, Callable[[], object]] = {}
     found: dict[str, Any] = {}
     for each in dict.fromkeys((*yardsticks(name), name)):
@@ -177,6 +178,7 @@ def measure(name: str, on: str, threads: int, repetitions: int) -> dict[str, Any
         "beside_default": ratios(samples, default)[name],
         "beside_fused": ratios(samples, fused)[name],
         **found,
+        "memory_kept": kept,
         "environment": environment(),
         "version": package_version(PEERS[STEPPERS[name].optimizer]) if STEPPERS[name].optimizer in PEERS else None,
     }
