@@ -132,8 +132,10 @@ class Reference:
         U, V, K, MV, UM = self.U, self.V, self.K, self.MV, self.UM
         R, L = MV - U @ K, UM - K @ V.T
         E = self.M - MV @ V.T - U @ L
-        delta = U @ (K / rK) @ V.T + (R / rR) @ V.T + U @ (L / rL[:, None]) + E / rE[:, None]
-        self.theta = (1 - n["lr"] * n["weight_decay"]) * self.theta - n["lr"] / self.w1 * c * delta
+        agreement = np.clip(((1 + b1) * (K / rK / self.w1) ** 2 - 1) / b1, 0, 1) ** 2 if b1 else 0 * K
+        lifted = np.maximum(c, np.minimum(2 / np.pi * math.sqrt(O * I) * agreement, 2e-2 / n["lr"]))
+        delta = U @ (lifted * K / rK) @ V.T + c * ((R / rR) @ V.T + U @ (L / rL[:, None]) + E / rE[:, None])
+        self.theta = (1 - n["lr"] * n["weight_decay"]) * self.theta - n["lr"] / self.w1 * delta
 
     def roots(self, eps, noise, shape):
         O, I = shape

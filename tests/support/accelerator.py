@@ -120,6 +120,7 @@ def fake_cuda() -> None:
 
 
 FREE = {
+    "_unsafe_view",  # behind batched products: a view, though it is not marked as one
     "empty",
     "empty_like",
     "empty_strided",

@@ -34,6 +34,9 @@ LIFT, GENTLE = 7e-3, 3e-2
 """c lifts no learning rate above LIFT, and is at most √(GENTLE / η), so that a rate still has an effect where c is at
 its limit."""
 
+LONGEST = 2e-2
+"""What a grand mean moves by at most where c η is less."""
+
 Sums = dict[str, list[Tensor]]
 """Sums over the "units", the "inputs" or "both": for each tensor of a kind, one for every batch of matrices."""
 
@@ -320,11 +323,35 @@ def precondition(matrices: Matrices, total: Tensor) -> tuple[Tensor, Tensor, Ten
     floors = noise[..., None], noise * units**-0.5, noise * inputs**-0.5, noise * (units * inputs) ** -0.5
     root_K, root_R, root_L, root_E = roots(means, numbers.eps, floors)
     d = root_E.reciprocal_().unsqueeze(-1)
-    rate = numbers.rate * means.factor.clamp(max=longest_factor(numbers.lr))
-    rate = (rate / means.weights[:, 0].clamp(min=torch.finfo(d.dtype).tiny))[:, None, None]
-    of_inputs = U @ (K / root_K) + (MV - U @ K) / root_R.unsqueeze(-2) - d * MV
+    c = limited_factor(means.factor, numbers.lr)[:, None, None]
+    by_weight = means.weights[:, 0, None, None].clamp(min=torch.finfo(d.dtype).tiny).reciprocal_()
+    grand = K / root_K
+    grand = grand * lift_of(grand * by_weight, c, matrices.sizes, numbers)
+    of_inputs = U @ grand + (MV - U @ K) / root_R.unsqueeze(-2) - d * MV
     of_units = U / root_L.unsqueeze(-2) - d * U
+    rate = by_weight * c * numbers.rate
     return rate * d, rate * torch.cat([of_inputs, of_units], -1), torch.cat([V.mT, UM - K @ V.mT], -2)
+
+
+def lift_of(ratio: Tensor, c: Tensor, sizes: Sizes, numbers: Numbers) -> Tensor:
+    """How much further than c η grand means move, at least 1: as far as AdamW moves them while gradients agree.
+
+    A gradient of rank one, as where all weights have to grow together, is one coordinate here and would move by c η.
+    AdamW moves every entry by η, and u_a v_bᵀ by ‖u_a‖₁ ‖v_b‖₁ η, which is about (2/π) √(O I) η. The ratio ρ = K̂_m/√v̂_K
+    tells whether gradients agree: ρ² is near 1 then, and (1 − β₁)/(1 + β₁) in noise. Half of the way counts as noise.
+    """
+    beta1, entries = numbers.beta1, sizes.entries
+    if beta1 == 0:
+        return torch.ones_like(c)  # a single gradient agrees with itself
+    agreement = (ratio.square() * ((1 + beta1) / beta1)).sub_(1 / beta1).clamp_(0, 1).square_()
+    size = 2 / math.pi * (entries[:, None, None] if isinstance(entries, Tensor) else entries) ** 0.5
+    return (agreement * (size / c)).minimum(longest_lift(numbers.lr) / c).clamp_(min=1)
+
+
+def limited_factor(c: Tensor, lr: float | Tensor) -> Tensor:
+    """c within its limits at a learning rate; before a first good gradient, it is 0."""
+    longest = longest_factor(lr)
+    return c.clamp(min=FACTORS[0]).minimum(longest) if isinstance(longest, Tensor) else c.clamp(FACTORS[0], longest)
 
 
 def longest_factor(lr: float | Tensor) -> float | Tensor:
@@ -335,6 +362,11 @@ def longest_factor(lr: float | Tensor) -> float | Tensor:
         return (GENTLE / lr).sqrt_().minimum(LIFT / lr).clamp_(min=least)
     lr = max(lr, GENTLE / most**2)
     return max(min(math.sqrt(GENTLE / lr), LIFT / lr), least)
+
+
+def longest_lift(lr: float | Tensor) -> float | Tensor:
+    """LONGEST, in units of the learning rate, which may be 0."""
+    return LONGEST / lr.abs() if isinstance(lr, Tensor) else LONGEST / max(abs(lr), 1e-30)
 
 
 # -------------------------------------------------------------------- pass 2

@@ -22,6 +22,7 @@ constexpr double FORGET = 0.95;      // ρ
 constexpr double LEAST = 0x1p-18;    // share of a row's square that its remainder has at least
 constexpr double NOISE = 0x1p-19;    // what is smaller than this share of a whole counts as noise
 constexpr double LOWEST = 0.7, HIGHEST = 20.0, LIFT = 7e-3, GENTLE = 3e-2;  // limits of c, as in decomposition.py
+constexpr double LONGEST = 2e-2;     // what a grand mean moves by at most where c η is less
 constexpr double INERTIA = 1e-3;     // how much of the old columns is added to new ones of length 1
 constexpr double CLOSEST = 1e-5;     // smallest diagonal entry of a Cholesky factor of unit columns to be trusted
 constexpr double SAFE = 1e-3;        // with all of them above, one Cholesky factor is enough
@@ -180,6 +181,22 @@ void sum_squares(const Matrix& m) {
     });
 }
 
+// How much further than c η a grand mean moves while gradients agree (decomposition.py, `lift_of`). `ratio` is ρ w₁.
+struct Lift {
+    float by_weight, beta1, size, longest;
+
+    Lift(const AnovaRule& rule, double entries, double w1, double c)
+        : by_weight(float(1 / w1)), beta1(float(rule.beta1)),
+          size(beta1 > 0 ? float(M_2_PI * std::sqrt(entries) / c) : 0),  // a single gradient agrees with itself
+          longest(float(LONGEST / most(std::fabs(rule.lr), 1e-30) / c)) {}
+
+    float operator()(float ratio) const {
+        const float rho = ratio * by_weight, agreement = ((1 + beta1) * rho * rho - 1) / beta1;
+        const float part = least(most(agreement, 0.0f), 1.0f);
+        return most(least(part * part * size, longest), 1.0f);
+    }
+};
+
 // Averages of everything, and the factors of the step.
 void precondition(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const int64_t k = padded(m.k), q = padded(m.q), stride = m.unit_stride(), rank = m.q + m.k;
@@ -199,6 +216,9 @@ void precondition(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const float by_wm = float(1 / wm), by_wE = float(1 / wE);
     const auto floor = [&](double entries) { return float(rule.eps + noise / std::sqrt(entries)); };
     const float floor_K = floor(1), floor_R = floor(O), floor_L = floor(I), floor_E = floor(O * I);
+    const double lr = most(rule.lr, GENTLE / (HIGHEST * HIGHEST)), gentle = std::sqrt(GENTLE / lr);
+    const double c = most(least(double(m.scalar(FACTOR)), least(LIFT / lr, gentle)), LOWEST);
+    const Lift lift(rule, O * I, w1, c);
     for (int64_t j = 0; j < m.q; ++j) {
         const float v = lerp(m.v_R()[j], float(m.squares_R[j] / O), means);
         m.inverse_R[j] = inverse_root(v * by_wm, floor_R);
@@ -209,7 +229,8 @@ void precondition(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
         float *__restrict K = m.K_m() + a * m.q, *__restrict v = m.v_K() + a * m.q, *__restrict mixed = m.mixed + a * q;
         for (int64_t j = 0; j < m.q; ++j) {
             lerp(K[j], new_K[j], fresh), lerp(v[j], new_K[j] * new_K[j], means);
-            mixed[j] = K[j] * (inverse_root(v[j] * by_wm, floor_K) - inverse_R[j]);
+            const float inverse = inverse_root(v[j] * by_wm, floor_K);
+            mixed[j] = K[j] * (inverse * lift(K[j] * inverse) - inverse_R[j]);
         }
         for (int64_t j = m.q; j < q; ++j) mixed[j] = 0;
     }
@@ -224,9 +245,7 @@ void precondition(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
         subtract(m, m.K_m(), m.q, p, wide);
     });
     // left = c [U (K_m/rK) + (MV − U K_m)/rR − d MV | U/rL − d U], and all that multiplies it
-    const double lr = most(rule.lr, GENTLE / (HIGHEST * HIGHEST)), gentle = std::sqrt(GENTLE / lr);
-    const double limit = most(LIFT / lr < gentle ? LIFT / lr : gentle, LOWEST);
-    const double step = -rule.lr / w1 * least(double(m.scalar(FACTOR)), limit);
+    const double step = -rule.lr / w1 * c;
     over_blocks(0, m.units, [&](int64_t i, int64_t rows) {
         multiply<float>(rows, m.q, m.k, {m.U() + i * stride, stride, 1}, m.mixed, q, m.left + i * rank, rank);
         for (int64_t r = i; r < i + rows; ++r) {
