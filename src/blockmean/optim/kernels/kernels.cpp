@@ -1,7 +1,7 @@
 // Both passes over one task, compiled once for every instruction set: VARIANT is the name of the one at hand.
 //
 //     AdaGrad   m = g                     r ← r + g²                  ζ = √r    z = √(r + ε)
-//     Adam      m ← m + (1 − β₁)(g − m)   r ← β₂ r + (1 − β₂) g²      ζ = √r̂    z = ζ + ε
+//     Adam      m ← β₁ m + (1 − β₁) g     r ← β₂ r + (1 − β₂) g²      ζ = √r̂    z = ζ + ε
 //
 // m̂ and r̂ are m and r times a number per tensor. With r̂ = s² r, √r̂ + ε = s (√r + ε/s): ζ and z below are those of r
 // itself with ε/s, and what is left of s is multiplied into the sums and the numbers of whole blocks.
@@ -26,6 +26,16 @@ template <class A> constexpr double SMALLEST = sizeof(A) == 8 ? 0x1p-1022 : 0x1p
 
 template <class T> INLINE void prefetch(const T* p) { __builtin_prefetch(reinterpret_cast<const char*>(p) + AHEAD); }
 
+// An average x ← β x + (1 − β) y as x + (1 − β)(y − x), or, where y weighs more, as y + β (x − y), as in torch's lerp: x − x
+// must not leave rounding errors of a large x behind.
+template <class A> struct Average {
+    Vec<A> weight;
+    bool is_short;  // its memory: y weighs at least as much as x
+
+    explicit Average(double beta) : weight(fill<Vec<A>>(A(beta > 0.5 ? 1 - beta : -beta))), is_short(beta <= 0.5) {}
+    ALWAYS Vec<A> operator()(Vec<A> x, Vec<A> y) const { return fma(weight, y - x, is_short ? y : x); }
+};
+
 // One step of one vector: its loads, its moments and its scales.
 template <class T, bool ADAM> struct Entry {
     typedef typename Arithmetic<T>::type A;
@@ -35,7 +45,8 @@ template <class T, bool ADAM> struct Entry {
     typedef typename Lanes<A>::M M;
 
     double spread;  // s
-    V decay1, decay2, eps, weight_decay, shrink;  // decay: 1 − β; shrink: −η · weight decay
+    Average<A> average1, average2;
+    V eps, weight_decay, shrink;  // shrink: −η · weight decay
     M flip;  // the sign bit if the gradient is to be negated
     bool careful, decays;  // careful: z can be zero
     T* param;
@@ -48,7 +59,7 @@ template <class T, bool ADAM> struct Entry {
     INLINE V all(double x) { return fill<V>(A(x)); }
 
     ALWAYS Entry(const Rule& rule, const Tensor& tensor)
-        : spread(__builtin_sqrt(rule.gain_r)), decay1(all(1 - rule.beta1)), decay2(all(1 - rule.beta2)),
+        : spread(__builtin_sqrt(rule.gain_r)), average1(rule.beta1), average2(rule.beta2),
           eps(all(rule.eps / spread)), weight_decay(all(rule.weight_decay)), shrink(all(-rule.rate * rule.weight_decay)),
           flip(bits<M>(all(rule.sign < 0 ? -0.0 : 0.0))), careful(rule.eps / spread < SMALLEST<A>),
           decays(rule.weight_decay != 0), param(reinterpret_cast<T*>(tensor.param)),
@@ -73,8 +84,8 @@ template <class T, bool ADAM> struct Entry {
         r = PART ? load(second + i, n) : load(second + i);
         if (ADAM) {
             m = PART ? load(first + i, n) : load(first + i);
-            m = fma(decay1, g - m, m);
-            r = fma(decay2, g * g - r, r);
+            m = average1(m, g);
+            r = average2(r, g * g);
         } else {
             m = g;
             r = fma(g, g, r);
