@@ -144,6 +144,12 @@ def test_diagnosis_says_when_it_is_too_early():
     assert "Too early" in str(diagnose(optimizer))
 
 
+def test_without_a_correction_there_is_nothing_to_diagnose():
+    _, optimizer = trained(lambda p: AdamBMA(p, correction=False))
+    with pytest.raises(ValueError, match=r"no parameter is corrected.* Construct it with correction=True\.$"):
+        diagnose(optimizer)
+
+
 def test_what_anova_needs_is_said_in_its_own_words():
     layer = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"take some steps first, with means other than 0\.$"):

@@ -263,13 +263,49 @@ def test_a_checkpoint_of_adamw_that_ran_on_fused_steps_is_taken_over():
     assert not any(torch.equal(a, b) for a, b in zip(start, params_of(model), strict=True))
 
 
-@pytest.mark.parametrize("cls", [AdaGradBMA, AdamBMA, Anova])
-def test_a_checkpoint_of_sgd_is_refused(cls):
+OURS = [AdaGradBMA, AdamBMA, Anova, NaturalGradientBMA, AdaGradFull]
+LOADED = {
+    (AdaGradBMA, "Adagrad"),
+    *((cls, name) for cls in (AdamBMA, Anova) for name in ("Adam", "AdamW", "RAdam")),  # RAdam's state is Adam's
+}
+
+
+def one_step_of(name, **options):
     params = [torch.nn.Parameter(torch.randn(12, 10))]
-    theirs = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    theirs = getattr(torch.optim, name)(params, lr=0.1, **options)
     params[0].grad = torch.randn(12, 10)
     theirs.step()
+    return params, theirs.state_dict()
+
+
+@pytest.mark.parametrize("theirs", ["Adagrad", "Adam", "AdamW", "RAdam", "NAdam", "Adamax", "RMSprop", "SGD"])
+@pytest.mark.parametrize("cls", OURS)
+def test_checkpoints_of_other_optimizers_are_refused_before_anything_changes(cls, theirs):
+    params, saved = one_step_of(theirs, **({"momentum": 0.9} if theirs == "SGD" else {}))
     ours = cls(params, lr=1e-3)
-    with pytest.raises(ValueError, match=f"not one of {cls.__name__}: the state of parameter 0 lacks"):
-        ours.load_state_dict(theirs.state_dict())
-    assert ours.param_groups[0]["lr"] == 1e-3
+    if (cls, theirs) in LOADED:
+        ours.load_state_dict(saved)
+        assert ours.param_groups[0]["lr"] == 0.1
+        return
+    with pytest.raises(ValueError, match=f"not one of {cls.__name__}: the state of parameter 0 (lacks|has) "):
+        ours.load_state_dict(saved)
+    assert ours.param_groups[0]["lr"] == 1e-3 and not ours.state
+
+
+@pytest.mark.parametrize("cls", [AdamBMA, Anova])
+def test_what_nadam_and_amsgrad_keep_besides_is_named(cls):
+    params, saved = one_step_of("NAdam")
+    with pytest.raises(ValueError, match=f"parameter 0 has mu_product, which {cls.__name__} does not know"):
+        cls(params).load_state_dict(saved)
+    params, saved = one_step_of("AdamW", amsgrad=True)
+    with pytest.raises(ValueError, match=r"'amsgrad' parameter .* must be False"):
+        cls(params).load_state_dict(saved)
+
+
+def test_momentum_of_another_shape_is_refused():
+    params, other = (torch.zeros(shape, requires_grad=True) for shape in ((4, 3), (3, 4)))
+    params.grad = torch.ones(4, 3)
+    optimizer = NaturalGradientBMA([params], partition="tensor")
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"momentum_buffer of shape \(4, 3\) for parameter 0"):
+        NaturalGradientBMA([other], partition="tensor").load_state_dict(optimizer.state_dict())

@@ -138,7 +138,16 @@ def test_without_means_there_is_nothing_to_report():
     optimizer = Anova([param, bias], means=0)
     take_steps(optimizer, [param, bias], 2)
     assert optimizer.block_statistics() == []
-    with pytest.raises(ValueError, match="take some steps first, with means other than 0"):
+    with pytest.raises(ValueError, match=r"no parameter has means, so every step was AdamW's\. means=0 asks for that"):
+        diagnose(optimizer)
+
+
+def test_gradients_of_zero_are_nothing_to_diagnose():
+    param = zeros(12, 10)
+    param.grad = torch.zeros_like(param)
+    optimizer = Anova([param])
+    optimizer.step()
+    with pytest.raises(ValueError, match="nothing to diagnose yet: all gradients were zero so far"):
         diagnose(optimizer)
 
 

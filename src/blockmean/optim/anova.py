@@ -129,6 +129,7 @@ class Anova(BaseOptimizer):
     """
 
     counters = ("step", "means_start_step")
+    entry_state = ("exp_avg",)
 
     def __init__(
         self,
@@ -225,16 +226,12 @@ class Anova(BaseOptimizer):
                 f"The checkpoint is one of {owner}'s first form, which kept second moments per entry; learning rates "
                 "meant something else there. Keep the version it was made with, or start with fresh optimizer state."
             )
-        means = {i: means_of(params[i].shape, group["means"]) for i in states}
-        wanted = {i: ("exp_avg",) if any(asked) else ("exp_avg", "exp_avg_sq") for i, asked in means.items()}
-        require_state(current, states, wanted, owner)
         for i, state in states.items():
-            asked = means[i]
-            missing = [name for name in (*MEANS, "means_start_step") if name not in state]
-            if "exp_avg_sq" in state or "exp_avg" not in state:
+            asked = means_of(params[i].shape, group["means"])
+            if not any(asked) or "exp_avg_sq" in state:  # AdamW's: if it has means, they start in the next step
+                require_state(current, i, state, owner, ("exp_avg", "exp_avg_sq"))
                 continue
-            if missing:
-                raise ValueError(f"The checkpoint lacks {', '.join(missing)} of {shown_names(current)[i]}.")
+            require_state(current, i, state, owner, ("exp_avg",), (*MEANS, "means_start_step"))
             if counts(state) != asked:
                 raise ValueError(other_means({**group, "params": current["params"]}, i, state, asked, owner))
             if [tuple(state[name].shape) for name in MEANS] != mean_shapes(params[i].shape, *asked):

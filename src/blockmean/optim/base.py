@@ -63,6 +63,8 @@ class BaseOptimizer(Optimizer):
 
     counters: ClassVar[tuple[str, ...]] = ("step",)
     """State that counts steps: float32 on the CPU, as in torch."""
+    entry_state: ClassVar[tuple[str, ...]] = ()
+    """Moments: state with one number per entry of a parameter."""
 
     def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
         self.skipped_steps: int | Tensor = 0
@@ -237,8 +239,8 @@ class BaseOptimizer(Optimizer):
                 groups = [completed(self, *pair) for pair in zip(self.param_groups, groups, strict=True)]
                 for number, group in enumerate(groups):
                     places = {key: i for i, key in enumerate(dict.fromkeys(group["params"]))}
-                    saved = {i: without_gaps(final["state"][key]) for key, i in places.items() if key in final["state"]}
-                    self.check_state(number, group, saved)
+                    saved = {i: without_gaps(final["state"].get(key, {})) for key, i in places.items()}
+                    self.check_state(number, group, {i: state for i, state in saved.items() if state})
             incoming.update(final)  # else torch raises
             return {**final, "param_groups": groups}
 
@@ -295,10 +297,7 @@ def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> 
     state: State = optimizer.state.get(param, {})
     if "step" not in state:
         return {**state, **optimizer.init_state(param, group)}
-    kept = state.get("exp_avg")  # or the largest tensor that another one of ours has
-    if kept is None:
-        kept = state.get("sum", state.get("momentum_buffer"))
-    if kept is None or kept.dtype == arithmetic(param.dtype):
+    if all(state[name].dtype == arithmetic(param.dtype) for name in optimizer.entry_state if name in state):
         return state
     return {
         name: optimizer.adopt(param, name, value) if isinstance(value, Tensor) else value
@@ -412,24 +411,28 @@ def completed(optimizer: BaseOptimizer, group: dict[str, Any], saved: dict[str, 
 
 
 def require_state(
-    group: dict[str, Any], states: Mapping[int, State], names: Mapping[int, Sequence[str]], owner: str
+    group: dict[str, Any],
+    i: int,
+    state: State,
+    owner: str,
+    moments: Sequence[str],
+    others: Sequence[str] = (),
+    optional: Sequence[str] = (),
 ) -> None:
-    """Raise unless every state that is not empty has the named tensors, of its parameter's shape."""
-    params = distinct(group)
-    for i, state in states.items():
-        missing = [name for name in names[i] if name not in state] if state else []
-        if missing:
+    """Raise unless a saved state has these names and no others, and moments have the shape of their parameter."""
+    shape = distinct(group)[i].shape
+    missing = [name for name in ("step", *moments, *others) if name not in state]
+    unknown = sorted(state.keys() - {"step", *moments, *others, *optional})
+    if missing or unknown:
+        found = f"lacks {', '.join(missing)}; it has {', '.join(sorted(state))}" if missing else ""
+        found = found or f"has {', '.join(unknown)}, which {owner} does not know"
+        raise ValueError(f"The checkpoint is not one of {owner}: the state of parameter {i} {found}.")
+    for name in moments:
+        if isinstance(state.get(name), Tensor) and state[name].shape != shape:
             raise ValueError(
-                f"The checkpoint is not one of {owner}: the state of parameter {i} lacks {', '.join(missing)}; "
-                f"it has {', '.join(sorted(state))}."
+                f"The checkpoint has {name} of shape {tuple(state[name].shape)} for {shown_names(group)[i]}, whose "
+                f"shape is {tuple(shape)}. Load it with the same model, its parameters in the same order."
             )
-        for name in names[i]:
-            if isinstance(state.get(name), Tensor) and state[name].shape != params[i].shape:
-                raise ValueError(
-                    f"The checkpoint has {name} of shape {tuple(state[name].shape)} for {shown_names(group)[i]}, "
-                    f"whose shape is {tuple(params[i].shape)}. Load it with the same model, its parameters in the "
-                    "same order."
-                )
 
 
 def without_gaps(state: State) -> State:

@@ -23,7 +23,16 @@ from torch.optim.optimizer import ParamsT
 from blockmean._checks import require, require_choice
 from blockmean._linalg import float64_device
 from blockmean.blocks import BY, By, TensorBlocks, cut, outputs_of
-from blockmean.optim.base import BaseOptimizer, GroupStep, State, distinct, given_names, shown_names, state_of
+from blockmean.optim.base import (
+    BaseOptimizer,
+    GroupStep,
+    State,
+    distinct,
+    given_names,
+    require_state,
+    shown_names,
+    state_of,
+)
 from blockmean.optim.inspection import BlockStatistics
 from blockmean.optim.layout import COUPLINGS, Component, Layout, LocalBlocks
 from blockmean.optim.sharding import Sum, local, reduce, sides_of
@@ -326,6 +335,9 @@ class BlockMeanOptimizer(BaseOptimizer):
 
     def check_state(self, number: int, group: dict[str, Any], states: Mapping[int, State]) -> None:
         owner, current = type(self).__name__, self.param_groups[number]
+        for i, state in states.items():  # momentum may have been off so far
+            moments = [name for name in self.entry_state if name in state or name != "momentum_buffer"]
+            require_state(current, i, state, owner, moments, optional=("blocks", *KINDS))
         if group["blocks"] != current["blocks"]:
             if "partition" in current:
                 kind, way_out = "another partition of", f"Construct {owner} with that partition"

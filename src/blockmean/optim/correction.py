@@ -9,8 +9,8 @@ take exactly the step of the principal submatrix without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from blockmean._checks import require, require_number
 from blockmean._linalg import LinAlgError, inverse_roots
 from blockmean.blocks import TensorBlocks
 from blockmean.optim import kernels
-from blockmean.optim.base import State, arithmetic, require_state, shown_names
+from blockmean.optim.base import State, arithmetic, shown_names
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep
 from blockmean.optim.kernels import CACHED_BYTES, Native, geometry_of, serve_all, why_not_native
 from blockmean.optim.layout import Component, Layout
@@ -92,10 +92,10 @@ def matrix(form: Form, part: dict[str, Tensor], n: Tensor) -> Tensor:
 
 
 class CorrectedOptimizer(BlockMeanOptimizer):
-    """A diagonal method with a correction between blocks, given by a `Rule` and its `Form`."""
+    """A diagonal method with a correction between blocks, given by a `Rule` and its `Form`.
 
-    entry_state: ClassVar[tuple[str, ...]]
-    """Moments: state with one number per entry. The last one is the second moment."""
+    The last one of its moments is the second moment.
+    """
 
     def rule(self, group: dict[str, Any]) -> Rule:
         """The method that the options of a group select."""
@@ -121,10 +121,6 @@ class CorrectedOptimizer(BlockMeanOptimizer):
             require_number(group["eps"], "eps", owner)
         if group["fused"] and not kernels.is_available():
             raise RuntimeError(f"{owner}(fused=True) needs native kernels. {kernels.MISSING}, or take fused=None.")
-
-    def check_state(self, number: int, group: dict[str, Any], states: Mapping[int, State]) -> None:
-        require_state(self.param_groups[number], states, dict.fromkeys(states, self.entry_state), type(self).__name__)
-        super().check_state(number, group, states)
 
     def layout_options(self, group: dict[str, Any]) -> dict[str, Any]:
         decompositions = 1 / group["refresh_every"] if group["correction"] else 0.0

@@ -293,18 +293,33 @@ def diagnose(optimizer: Any) -> Diagnosis:
         for name, *numbers in _common(statistics, type(optimizer).__name__):
             before = totals.get(prefix + name, (0.0, 0.0, 0))
             totals[prefix + name] = tuple(map(sum, zip(before, numbers, strict=True)))  # type: ignore[assignment]
+    steps = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
     if not totals:
-        needed = "means other than 0" if "means" in optimizer.defaults else "correction=True"
-        raise ValueError(f"There is nothing to diagnose yet: take some steps first, with {needed}.")
+        raise ValueError(f"There is nothing to diagnose{_why_nothing(optimizer, bool(found), bool(steps))}")
     energy, by_chance, entries = (sum(column) for column in zip(*totals.values(), strict=True))
     return Diagnosis(
         share=energy / entries,
         chance=by_chance / entries,
         by_parameter={name: common / count for name, (common, _, count) in totals.items()},
         chance_by_parameter={name: chance / count for name, (_, chance, count) in totals.items()},
-        steps=int(max(float(state["step"]) for state in optimizer.state.values() if "step" in state)),
+        steps=int(max(steps)),
         switch="means=0" if isinstance(found[0], MeanStatistics) else "correction=False",
     )
+
+
+def _why_nothing(optimizer: Any, has_statistics: bool, has_steps: bool) -> str:
+    """The end of a sentence about an optimizer without a share of means."""
+    has_means = "means" in optimizer.defaults
+    if has_statistics:
+        return " yet: all gradients were zero so far."
+    if not has_steps:
+        return f" yet: take some steps first, with {'means other than 0' if has_means else 'correction=True'}."
+    if has_means:
+        return (
+            ": no parameter has means, so every step was AdamW's. means=0 asks for that; means='auto' gives none to "
+            "tensors with one dim, to matrices with a side of 8 or less, nor where one side is over 16 times the other."
+        )
+    return ": no parameter is corrected, so every step was the diagonal method's. Construct it with correction=True."
 
 
 def _common(statistics: BlockStatistics | MeanStatistics, owner: str) -> Iterator[tuple[str, float, float, int]]:

@@ -87,6 +87,8 @@ class NaturalGradientBMA(BlockMeanOptimizer):
     >>> optimizer.step()
     """
 
+    entry_state = ("momentum_buffer",)
+
     def __init__(
         self,
         params: ParamsT | nn.Module,
