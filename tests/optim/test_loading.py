@@ -295,7 +295,7 @@ def test_checkpoints_of_other_optimizers_are_refused_before_anything_changes(cls
 @pytest.mark.parametrize("cls", [AdamBMA, Anova])
 def test_what_nadam_and_amsgrad_keep_besides_is_named(cls):
     params, saved = one_step_of("NAdam")
-    with pytest.raises(ValueError, match=f"parameter 0 has mu_product, which {cls.__name__} does not know"):
+    with pytest.raises(ValueError, match=f"parameter 0 has mu_product, which {cls.__name__} does not use"):
         cls(params).load_state_dict(saved)
     params, saved = one_step_of("AdamW", amsgrad=True)
     with pytest.raises(ValueError, match=r"'amsgrad' parameter .* must be False"):

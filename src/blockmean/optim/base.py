@@ -34,6 +34,18 @@ NOT_OPTIONS = ("self", "params", "__class__")
 AS_CONSTRUCTED = ("foreach", "fused", "capturable", "differentiable", "partition")
 """Options that no checkpoint changes: how a step is computed, and what its partition is called here."""
 
+TORCH_STATE = {
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "exp_inf",
+    "mu_product",
+    "sum",
+    "momentum_buffer",
+    "square_avg",
+}
+"""By what the states of torch's optimizers are told apart."""
+
 
 @dataclass
 class GroupStep:
@@ -411,21 +423,18 @@ def completed(optimizer: BaseOptimizer, group: dict[str, Any], saved: dict[str, 
 
 
 def require_state(
-    group: dict[str, Any],
-    i: int,
-    state: State,
-    owner: str,
-    moments: Sequence[str],
-    others: Sequence[str] = (),
-    optional: Sequence[str] = (),
+    group: dict[str, Any], i: int, state: State, owner: str, moments: Sequence[str], others: Sequence[str] = ()
 ) -> None:
-    """Raise unless a saved state has these names and no others, and moments have the shape of their parameter."""
+    """Raise unless a saved state has these names, moments have their parameter's shape, and it is not another method's.
+
+    Names that no optimizer of torch has are the user's own, and pass.
+    """
     shape = distinct(group)[i].shape
     missing = [name for name in ("step", *moments, *others) if name not in state]
-    unknown = sorted(state.keys() - {"step", *moments, *others, *optional})
-    if missing or unknown:
+    foreign = sorted(TORCH_STATE.intersection(state).difference(moments))
+    if missing or foreign:
         found = f"lacks {', '.join(missing)}; it has {', '.join(sorted(state))}" if missing else ""
-        found = found or f"has {', '.join(unknown)}, which {owner} does not know"
+        found = found or f"has {', '.join(foreign)}, which {owner} does not use"
         raise ValueError(f"The checkpoint is not one of {owner}: the state of parameter {i} {found}.")
     for name in moments:
         if isinstance(state.get(name), Tensor) and state[name].shape != shape:

@@ -337,7 +337,7 @@ class BlockMeanOptimizer(BaseOptimizer):
         owner, current = type(self).__name__, self.param_groups[number]
         for i, state in states.items():  # momentum may have been off so far
             moments = [name for name in self.entry_state if name in state or name != "momentum_buffer"]
-            require_state(current, i, state, owner, moments, optional=("blocks", *KINDS))
+            require_state(current, i, state, owner, moments)
         if group["blocks"] != current["blocks"]:
             if "partition" in current:
                 kind, way_out = "another partition of", f"Construct {owner} with that partition"
