@@ -146,7 +146,7 @@ def test_diagnosis_says_when_it_is_too_early():
 
 def test_without_a_correction_there_is_nothing_to_diagnose():
     _, optimizer = trained(lambda p: AdamBMA(p, correction=False))
-    with pytest.raises(ValueError, match=r"no parameter is corrected.* Construct it with correction=True\.$"):
+    with pytest.raises(ValueError, match=r"no parameter is corrected \(correction=False"):
         diagnose(optimizer)
 
 

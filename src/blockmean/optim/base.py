@@ -103,9 +103,11 @@ class BaseOptimizer(Optimizer):
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
+        rate = float(lr) if isinstance(lr, Tensor) else lr
         if ranges:
-            require_number(float(lr) if isinstance(lr, Tensor) else lr, "lr", owner)
+            require_number(rate, "lr", owner)
             require_number(group["weight_decay"], "weight_decay", owner)
+        require(isinstance(rate, int | float) and rate == rate, "lr", owner, "a number", lr)
         require_choice(group["nonfinite"], ("raise", "skip"), "nonfinite", owner)
         require(isinstance(group["maximize"], bool), "maximize", owner, "True or False", group["maximize"], TypeError)
         for name in ("foreach", "fused"):
@@ -415,9 +417,6 @@ def completed(optimizer: BaseOptimizer, group: dict[str, Any], saved: dict[str, 
     """A saved group with missing options filled in; raise if a step cannot use it."""
     full = {**{key: value for key, value in group.items() if key != "params"}, **saved}
     full.update({key: group[key] for key in AS_CONSTRUCTED if key in group})
-    lr = full["lr"]
-    good = isinstance(lr, int | float | Tensor) and bool(lr == lr)
-    require(good, "lr", type(optimizer).__name__, "a number", lr)
     optimizer.check_options(full, ranges=False)
     return full
 

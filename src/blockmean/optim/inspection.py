@@ -260,10 +260,9 @@ def unwrap(optimizer: Any) -> Any:
     """The optimizer inside wrappers such as accelerate's, which store it as `optimizer`; anything else unchanged."""
     inner = optimizer
     for _ in range(10):  # a wrapper may contain itself
-        if hasattr(inner, "block_statistics"):
-            return inner
-        inner = getattr(inner, "optimizer", None)
-    return optimizer
+        if not hasattr(inner, "block_statistics"):
+            inner = getattr(inner, "optimizer", optimizer)
+    return inner
 
 
 def diagnose(optimizer: Any) -> Diagnosis:
@@ -295,7 +294,15 @@ def diagnose(optimizer: Any) -> Diagnosis:
             totals[prefix + name] = tuple(map(sum, zip(before, numbers, strict=True)))  # type: ignore[assignment]
     steps = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
     if not totals:
-        raise ValueError(f"There is nothing to diagnose{_why_nothing(optimizer, bool(found), bool(steps))}")
+        has_means = "means" in optimizer.defaults
+        why = f"take some steps first, with {'means other than 0' if has_means else 'correction=True'}"
+        if found:
+            why = "all gradients were zero so far"
+        elif steps and has_means:
+            why = "no parameter has means (means=0, or no matrix is large enough), so every step was AdamW's"
+        elif steps:
+            why = "no parameter is corrected (correction=False, or all tensors have one dim)"
+        raise ValueError(f"There is nothing to diagnose yet: {why}.")
     energy, by_chance, entries = (sum(column) for column in zip(*totals.values(), strict=True))
     return Diagnosis(
         share=energy / entries,
@@ -305,21 +312,6 @@ def diagnose(optimizer: Any) -> Diagnosis:
         steps=int(max(steps)),
         switch="means=0" if isinstance(found[0], MeanStatistics) else "correction=False",
     )
-
-
-def _why_nothing(optimizer: Any, has_statistics: bool, has_steps: bool) -> str:
-    """The end of a sentence about an optimizer without a share of means."""
-    has_means = "means" in optimizer.defaults
-    if has_statistics:
-        return " yet: all gradients were zero so far."
-    if not has_steps:
-        return f" yet: take some steps first, with {'means other than 0' if has_means else 'correction=True'}."
-    if has_means:
-        return (
-            ": no parameter has means, so every step was AdamW's. means=0 asks for that; means='auto' gives none to "
-            "tensors with one dim, to matrices with a side of 8 or less, nor where one side is over 16 times the other."
-        )
-    return ": no parameter is corrected, so every step was the diagonal method's. Construct it with correction=True."
 
 
 def _common(statistics: BlockStatistics | MeanStatistics, owner: str) -> Iterator[tuple[str, float, float, int]]:

@@ -215,7 +215,12 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         common = u * sizes.rsqrt()  # the gradient along the direction that a block's entries share
         solved = torch.zeros_like(u)
         for blocks, A in found:
-            solved[blocks] = self._damped_solve(A * unit, group["damping"], common[blocks]) * scale[blocks]
+            try:
+                own = damped_solve(A * unit, group["damping"], common[blocks])
+            except LinAlgError:
+                self.count_fallback(len(A))
+                own = damped_solve(diagonal(A) * unit, group["damping"], common[blocks])
+            solved[blocks] = own * scale[blocks]
         self._last[work.number] = (inverse * common, solved - inverse * common)
         if group["adapt_damping"]:
             slope = float((inverse * within + solved * common + carried).sum())  # −gᵀΔθ/η
@@ -225,13 +230,6 @@ class NaturalGradientBMA(BlockMeanOptimizer):
     def matrices(self, work: BlockStep) -> Iterator[tuple[Component, Tensor]]:
         for component, part in self.statistics(work, STATISTICS, keep=False):
             yield component, _matrix(work.layout.sizes[component.blocks].to(part["U"]), part)
-
-    def _damped_solve(self, A: Tensor, damping: float, b: Tensor) -> Tensor:
-        try:
-            return damped_solve(A, damping, b)
-        except LinAlgError:
-            self.count_fallback(len(A))
-            return damped_solve(diagonal(A), damping, b)
 
 
 def _matrix(sizes: Tensor, part: dict[str, Tensor], on: float | Tensor = 1.0) -> Tensor:

@@ -20,8 +20,6 @@ namespace {
 constexpr int SHORT = 512 / VECTOR_BYTES;  // additions in float before a lane moves on to double
 constexpr int AHEAD = 256;  // bytes: farther ahead, it would disturb the processor's own prefetching, which does more
 
-constexpr bool LINE = VECTOR_BYTES >= 64;  // whether a vector fills a line of the cache
-
 template <class A> constexpr double SMALLEST = sizeof(A) == 8 ? 0x1p-1022 : 0x1p-126;  // normal number
 
 template <class T> INLINE void prefetch(const T* p) { __builtin_prefetch(reinterpret_cast<const char*>(p) + AHEAD); }
@@ -67,8 +65,8 @@ template <class T, bool ADAM> struct Entry {
           second(reinterpret_cast<A*>(tensor.second)) {}
 
     // The gradient after sign and weight decay; with `update` also the parameter, which then is needed in any case.
-    template <bool PART, bool FETCH> ALWAYS void read_gradient(int64_t i, int n, bool update) {
-        if (FETCH) {
+    template <bool PART> ALWAYS void read_gradient(int64_t i, int n, bool update) {
+        if (!PART) {
             prefetch(grad + i);
             if (update) prefetch(param + i);
         }
@@ -76,8 +74,8 @@ template <class T, bool ADAM> struct Entry {
         if (update || (decays && !ADAM)) p = PART ? load(param + i, n) : load(param + i);
         if (decays && !ADAM) g = fma(weight_decay, p, g);
     }
-    template <bool PART, bool FETCH> ALWAYS void read_moments(int64_t i, int n) {
-        if (FETCH) {
+    template <bool PART> ALWAYS void read_moments(int64_t i, int n) {
+        if (!PART) {
             prefetch(second + i);
             if (ADAM) prefetch(first + i);
         }
@@ -121,13 +119,13 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
     static constexpr int FIRST = KEEP ? 2 : 0;  // sums over gradients are known by then
 
     // What W entries from i add to every row; lanes from n are zero.
-    template <bool PART, bool FETCH = !PART> INLINE void contribute(E& e, int64_t i, int n, V (&out)[R]) {
-        e.template read_gradient<PART, FETCH>(i, n, false);
-        if constexpr (KEEP && FETCH) __builtin_prefetch(e.param + i);
+    template <bool PART> INLINE void contribute(E& e, int64_t i, int n, V (&out)[R]) {
+        e.template read_gradient<PART>(i, n, false);
+        if constexpr (KEEP && !PART) __builtin_prefetch(e.param + i);
         out[0] = e.g;
         if constexpr (SUMS == SQUARES || SUMS >= WEIGHTED) out[1] = e.g * e.g;
         if constexpr (SUMS >= PAPER) {
-            e.template read_moments<PART, FETCH>(i, n);
+            e.template read_moments<PART>(i, n);
             e.template scale<(SUMS >= WEIGHTED)>();
         }
         if constexpr (SUMS == PAPER || SUMS == CONSISTENT) {
@@ -172,16 +170,9 @@ template <class T, bool ADAM, Sums SUMS, bool KEEP = false> struct Pass1 {
         if (end - i >= W) {
             V lanes[R] = {};
             const int64_t stop = end - i >= SHORT * W ? i + SHORT * W : end - (end - i) % W;
-            for (; i + 2 * W <= stop; i += 2 * W) {  // together they take one line of the cache, fetched once
+            for (; i < stop; i += W) {
                 contribute<false>(e, i, W, x);
                 for (int k = FIRST; k < R; ++k) lanes[k] += x[k];
-                contribute<false, LINE>(e, i + W, W, x);
-                for (int k = FIRST; k < R; ++k) lanes[k] += x[k];
-            }
-            if (i < stop) {
-                contribute<false>(e, i, W, x);
-                for (int k = FIRST; k < R; ++k) lanes[k] += x[k];
-                i += W;
             }
             for (int k = FIRST; k < R; ++k) totals[k].add(lanes[k]);
         } else {
@@ -225,9 +216,9 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
     static constexpr int W = E::W;
 
     // θ ← θ + κ m/z + w c, with all numbers of the step multiplied into κ and c.
-    template <bool PART, bool FETCH = !PART> INLINE void update(E& e, int64_t i, int n, V c, V kappa) {
-        e.template read_gradient<PART, FETCH>(i, n, true);
-        e.template read_moments<PART, FETCH>(i, n);
+    template <bool PART> INLINE void update(E& e, int64_t i, int n, V c, V kappa) {
+        e.template read_gradient<PART>(i, n, true);
+        e.template read_moments<PART>(i, n);
         e.template write_moments<PART>(i, n);
         e.template scale<(SUMS == WEIGHTED)>();
         e.mask();
@@ -244,14 +235,7 @@ template <class T, bool ADAM, Sums SUMS> struct Pass2 {  // GRADIENT: no correct
     INLINE V move(E& e, V step) { return e.p + (ADAM && e.decays ? fma(e.shrink, e.p, step) : step); }
 
     INLINE void walk(E& e, int64_t i, int64_t end, V c, V kappa) {
-        for (; end - i >= 2 * W; i += 2 * W) {
-            update<false>(e, i, W, c, kappa);
-            update<false, LINE>(e, i + W, W, c, kappa);
-        }
-        if (end - i >= W) {
-            update<false>(e, i, W, c, kappa);
-            i += W;
-        }
+        for (; end - i >= W; i += W) update<false>(e, i, W, c, kappa);
         if (i < end) update<true>(e, i, int(end - i), c, kappa);
     }
 
