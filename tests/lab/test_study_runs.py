@@ -13,7 +13,7 @@ from blockmean.lab.arms import make
 from blockmean.lab.race import missing_packages
 from blockmean.lab.records import Records, append
 from blockmean.lab.spec import RunSpec
-from blockmean.lab.study import ARMS, AXES
+from blockmean.lab.study_cells import ARMS, AXES
 from blockmean.lab.tasks import LOSSES, epoch_length, load_data, make_model
 from blockmean.lab.tokens import CONTEXT, GPT, GPTS, VOCABULARY, encode, read_tokens, train_tokenizer
 from blockmean.lab.train import batches_of, means_of_parts, rate_factor, run
