@@ -76,7 +76,7 @@ def test_cautious_decay_takes_nothing_where_update_and_parameter_disagree():
 
 
 def test_second_moments_per_entry_scale_entries_of_the_remainder():
-    """With a remainder whose columns differ in scale, one moment per row leaves the scale and one per entry does not."""
+    """Columns of E differ in scale: one moment per row keeps that, one per entry does not."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.ones(100)
     scale[::2] = 0.01

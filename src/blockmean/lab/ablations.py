@@ -79,12 +79,12 @@ class PlainAnova(torch.optim.Optimizer):
                 param.sub_(group["lr"] * (update + decay))
 
 
-def number_of_means(shape: torch.Size, everywhere: bool) -> int:
+def number_of_means(shape: tuple[int, ...], everywhere: bool) -> int:
     """Twice the root of the shorter side, up to 32; none for short sides, nor for very long ones."""
     short, long = min(shape), max(shape)
     if len(shape) < 2 or short <= 8 or (long > 16 * short and not everywhere):
         return 0
-    return min(round(2 * short**0.5), 32)
+    return min(round(2 * math.sqrt(short)), 32)
 
 
 def adam(state: State, G: Tensor, group: dict[str, Any]) -> Tensor:
@@ -126,7 +126,8 @@ def with_means(state: State, G: Tensor, k: int, group: dict[str, Any]) -> Tensor
     c = 1.0 if group["fixed_factor"] else state["c"].clamp(max=largest_factor(group["lr"]))
     if age % group["refresh_every"] == 0:
         refresh(state, seen, weights, group)
-    return c * delta
+    update: Tensor = c * delta
+    return update
 
 
 def split(A: Tensor, U: Tensor, V: Tensor) -> Parts:
@@ -160,7 +161,8 @@ def factor(state: State, A: Tensor, parts: Parts, weights: Parts, group: dict[st
     K, R, L, E = (part.square() for part in parts)
     rest = ((E.sum() - LEAST * A.square().sum()).clamp(min=0) / root_E).nan_to_num(0.0)
     gain = (K / roots[0]).sum() + (R / roots[1]).sum() + (L / roots[2][:, None]).sum() + rest
-    return (A.square().sum() / sigma / gain).nan_to_num(0.7).clamp(0.7, 20.0)
+    c: Tensor = (A.square().sum() / sigma / gain).nan_to_num(0.7).clamp(0.7, 20.0)
+    return c
 
 
 def largest_factor(lr: float) -> float:
