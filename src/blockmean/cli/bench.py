@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +30,17 @@ bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure o
 app.add_typer(bench, name="bench")
 
 
+Profile = Annotated[
+    str,
+    typer.Option(help="quick (embedded data, minutes) or full (the published comparison: hours or days)."),
+]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Folder with mnist, cifar10 and text.", show_default="$BLOCKMEAN_DATA")
+]
+Jobs = Annotated[int, typer.Option(help="Runs at a time, each on one thread.", min=1)]
+ListAll = Annotated[bool, typer.Option("--list", help="List the names that can be given, and exit.")]
+
+
 @bench.callback()
 def _group() -> None:
     """Measure optimizers against each other."""
@@ -44,19 +55,14 @@ def race(
         str | None,
         typer.Option(help="Names from --list, separated by commas; AdamW always runs.", show_default="all"),
     ] = None,
-    profile: Annotated[
-        str,
-        typer.Option(help="quick (embedded data, minutes) or full (MNIST, CIFAR-10 and Shakespeare, hours)."),
-    ] = "quick",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with mnist, cifar10 and text.", show_default="$BLOCKMEAN_DATA")
-    ] = None,
+    profile: Profile = "quick",
+    data_dir: DataDir = None,
     out: Annotated[Path, typer.Option(help="Folder for race.json and pictures.", file_okay=False)] = Path("out/race"),
     records: Annotated[
         Path | None,
         typer.Option(help="Folder for the records, one file per task.", file_okay=False, show_default="OUT/records"),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Runs at a time, each on one thread.", min=1)] = 2,
+    jobs: Jobs = 2,
     seeds: Annotated[int, typer.Option(help="Fresh seeds for the best rate of every arm.", min=1)] = 5,
     tuning_seeds: Annotated[int, typer.Option(help="Seeds with which every rate is tried.", min=1, max=5)] = 1,
     steps: Annotated[
@@ -65,7 +71,7 @@ def race(
     draw_only: Annotated[
         bool, typer.Option("--draw-only", help="Run nothing: tables and pictures of the records so far.")
     ] = False,
-    list_all: Annotated[bool, typer.Option("--list", help="List tasks and arms, and exit.")] = False,
+    list_all: ListAll = False,
 ) -> None:
     """Race optimizers: steps and seconds to AdamW's training loss, and the loss after equal steps.
 
@@ -84,10 +90,7 @@ def race(
             return
         chosen = split_names(arms)
         missing = missing_packages(arm for arm in ARMS if chosen is None or arm in chosen)
-        if missing:
-            raise SystemExit(
-                f"`blockmean bench race` needs {' and '.join(missing)}. In a checkout: pip install '.[race]'"
-            )
+        _require("bench race", missing)
         found = make_race(split_names(tasks), chosen, profile, seeds, tuning_seeds, steps)
         records = records or out / "records"
         for folder in (out, records):
@@ -127,7 +130,7 @@ def step(
     longest: Annotated[float, typer.Option(help="Seconds after which a measurement is given up.", min=1)] = 180,
     out: Annotated[Path, typer.Option(help="File for the records.", dir_okay=False)] = Path("out/steps.jsonl"),
     show_only: Annotated[bool, typer.Option("--show-only", help="Measure nothing: show the tables so far.")] = False,
-    list_all: Annotated[bool, typer.Option("--list", help="List networks and optimizers, and exit.")] = False,
+    list_all: ListAll = False,
 ) -> None:
     """Time the steps of optimizers, each beside torch's default and fused form in one interleaved run.
 
@@ -178,11 +181,7 @@ def step(
                 done += 1
                 show("measurements", done, total)
     for costs in read_all(out, chosen, threads):
-        cells = table(costs)
-        shown = Table(*cells.header, title=cells.title, title_justify="left")
-        for line in cells.rows:
-            shown.add_row(*line)
-        console.print(shown)
+        console.print(_rich(table(costs)))
         for note in notes(costs):
             console.print(note, soft_wrap=True)
     console.print(
@@ -199,20 +198,16 @@ def study(
     arms: Annotated[
         str | None, typer.Option(help="Names from --plan, separated by semicolons.", show_default="all")
     ] = None,
-    profile: Annotated[
-        str, typer.Option(help="quick (embedded text, minutes) or full (Python's documentation, CIFAR-10: days).")
-    ] = "quick",
+    profile: Profile = "quick",
     text: Annotated[
         Path | None, typer.Option(help="A text of your own, plain or .gz.", show_default="Python's documentation")
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with cifar10 and text.", show_default="$BLOCKMEAN_DATA")
-    ] = None,
+    data_dir: DataDir = None,
     records: Annotated[Path, typer.Option(help="Folder for the records, one file per cell.", file_okay=False)] = Path(
         "out/study"
     ),
     out: Annotated[Path, typer.Option(help="Folder for pictures.", file_okay=False)] = Path("out"),
-    jobs: Annotated[int, typer.Option(help="Runs at a time, each on one thread.", min=1)] = 1,
+    jobs: Jobs = 1,
     show_only: Annotated[bool, typer.Option("--show-only", help="Run nothing: tables of the records so far.")] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Run nothing: list cells, arms, runs and hours.")] = False,
     times: Annotated[
@@ -235,12 +230,10 @@ def study(
         if plan:
             _show_plan(found)
             return
-        if not show_only and (missing := missing_packages(found)):
-            raise SystemExit(
-                f"`blockmean bench study` needs {' and '.join(missing)}. In a checkout: pip install '.[race]'"
-            )
-        for cell in [] if show_only else found.cells.values():
-            verify_data(cell.task, data_dir)
+        if not show_only:
+            _require("bench study", missing_packages(found))
+            for cell in found.cells.values():
+                verify_data(cell.task, data_dir)
 
     def say(cell: str, arm: str, record: dict[str, Any]) -> None:
         from blockmean.lab.study import describe
@@ -263,10 +256,7 @@ def _show_study(found: Study, out: Path) -> None:
 
     for name in found.cells:
         for cells in tables(found, name):
-            shown = Table(*cells.header, title=cells.title, title_justify="left")
-            for line in cells.rows:
-                shown.add_row(*line)
-            console.print(shown)
+            console.print(_rich(cells))
         if found.findings(name).final:
             console.print(str(draw_cell(found, name, out / f"study-{name}").png), soft_wrap=True)
     for note in notes(found):
@@ -301,6 +291,9 @@ def _list(profile: str) -> None:
 WIDE = 170
 """Columns of a window in which the whole table of a task can be read."""
 
+MAIN_COLUMNS = {0: "optimizer", 3: "final loss", 5: "verdict", 7: "steps × AdamW's", 9: "seconds × AdamW's"}
+"""Those of a race that a narrower window shows."""
+
 
 def _write(
     race: Race, records: Path, out: Path, show: Callable[[str, int, int], None] = lambda what, done, total: None
@@ -326,7 +319,7 @@ def _show(found: list[TaskResult], out: Path) -> None:
 
     for one in found:
         if one.arms:
-            console.print(_rich(table(one)))
+            console.print(_rich(table(one), None if console.width >= WIDE else MAIN_COLUMNS))
     for note in notes(found):
         console.print(note, soft_wrap=True)
     console.print(
@@ -341,12 +334,16 @@ def _show(found: list[TaskResult], out: Path) -> None:
         console.print(str(path), soft_wrap=True)
 
 
-def _rich(cells: Cells) -> Table:
-    """All columns, or in a narrow window those that matter most."""
-    headers = dict(enumerate(cells.header))
-    if console.width < WIDE:
-        headers = {0: "optimizer", 3: "final loss", 5: "verdict", 7: "steps × AdamW's", 9: "seconds × AdamW's"}
-    shown = Table(*headers.values(), title=cells.title, title_justify="left")
+def _rich(cells: Cells, columns: Mapping[int, str] | None = None) -> Table:
+    """A table for the terminal; `columns` chooses some, and their headers."""
+    chosen = columns or dict(enumerate(cells.header))
+    shown = Table(*chosen.values(), title=cells.title, title_justify="left")
     for row in cells.rows:
-        shown.add_row(*(row[i] for i in headers))
+        shown.add_row(*(row[i] for i in chosen))
     return shown
+
+
+def _require(command: str, missing: list[str]) -> None:
+    """Stop if packages are missing."""
+    if missing:
+        raise SystemExit(f"`blockmean {command}` needs {' and '.join(missing)}. In a checkout: pip install '.[race]'")

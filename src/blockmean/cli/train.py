@@ -13,7 +13,6 @@ from rich.table import Table
 
 from blockmean.cli._app import app, check_folder, console, progress, readable_errors, split_names
 
-
 MUCH_LOWER = 0.95
 """Part of the last held-out loss below which an earlier one is worth a line."""
 
@@ -148,11 +147,11 @@ def _show(records: list[dict[str, Any]], tests: int) -> None:
             console.print(message, style="bold red", soft_wrap=True)
     if len(records) == 1:
         _, rate, train, loss, error, seconds, share = _cells(records[0])
-        ended = "no held-out error"
+        reached = "no held-out error"
         if records[0]["diverged_at"] is None:
-            ended = f"training loss {train}, held-out loss {loss}, held-out error {error}"
+            reached = f"training loss {train}, held-out loss {loss}, held-out error {error}"
         console.print(
-            f"{records[0]['spec']['optimizer']} (lr {rate}): {ended} after {_steps(records[0]):,} steps\n"
+            f"{records[0]['spec']['optimizer']} (lr {rate}): {reached} after {_steps(records[0]):,} steps\n"
             f"{seconds} CPU seconds, {share} of them in the optimizer",
             soft_wrap=True,
         )
@@ -169,17 +168,15 @@ def _show(records: list[dict[str, Any]], tests: int) -> None:
         return
     first, others = ended[0], ended[1:]
     for record in others:
-        console.print(
-            f"{record['spec']['optimizer']} beside {first['spec']['optimizer']}: "
-            f"training loss {_change(record, first, 'train_loss')}, held-out loss {_change(record, first, 'test_loss')}",
-            soft_wrap=True,
-        )
+        train, held_out = (_change(record, first, name) for name in ("train_loss", "test_loss"))
+        both = f"{record['spec']['optimizer']} beside {first['spec']['optimizer']}"
+        console.print(f"{both}: training loss {train}, held-out loss {held_out}", soft_wrap=True)
     for record in ended:
         losses = [epoch["test_loss"] for epoch in record["epochs"]]
         if len(losses) > 1 and min(losses) < MUCH_LOWER * losses[-1]:
             console.print(
-                f"{record['spec']['optimizer']} overfits: its held-out loss was lowest, {min(losses):.4f}, after epoch "
-                f"{losses.index(min(losses)) + 1} of {len(losses)}.",
+                f"{record['spec']['optimizer']}: the held-out loss was lowest, {min(losses):.4f}, after epoch "
+                f"{losses.index(min(losses)) + 1} of {len(losses)}",
                 soft_wrap=True,
             )
     errors = sorted(record["test_error"] for record in ended)[:2]
