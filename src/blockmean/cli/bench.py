@@ -46,7 +46,7 @@ def _group() -> None:
     """Measure optimizers against each other."""
 
 
-@bench.command(short_help="A fair race of optimizers over several tasks.")
+@bench.command(short_help="Race tuned optimizers on several tasks.")
 def race(
     tasks: Annotated[
         str | None, typer.Option(help="Names from --list, separated by commas.", show_default="all")
@@ -57,19 +57,19 @@ def race(
     ] = None,
     profile: Profile = "quick",
     data_dir: DataDir = None,
-    out: Annotated[Path, typer.Option(help="Folder for race.json and pictures.", file_okay=False)] = Path("out/race"),
+    out: Annotated[Path, typer.Option(help="Folder for race.json and plots.", file_okay=False)] = Path("out/race"),
     records: Annotated[
         Path | None,
         typer.Option(help="Folder for the records, one file per task.", file_okay=False, show_default="OUT/records"),
     ] = None,
     jobs: Jobs = 2,
     seeds: Annotated[int, typer.Option(help="Fresh seeds for the best rate of every arm.", min=1)] = 5,
-    tuning_seeds: Annotated[int, typer.Option(help="Seeds with which every rate is tried.", min=1, max=5)] = 1,
+    tuning_seeds: Annotated[int, typer.Option(help="Seeds that try every learning rate.", min=1, max=5)] = 1,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of every run, for a trial.", min=1, show_default="those of the task")
+        int | None, typer.Option(help="Steps of each run, for a quick trial.", min=1, show_default="those of the task")
     ] = None,
     draw_only: Annotated[
-        bool, typer.Option("--draw-only", help="Run nothing: tables and pictures of the records so far.")
+        bool, typer.Option("--draw-only", help="Run nothing: show tables and plots of the records so far.")
     ] = False,
     list_all: ListAll = False,
 ) -> None:
@@ -111,7 +111,7 @@ def race(
     _show(written, out)
 
 
-@bench.command(short_help="What a step costs beside torch's own optimizers.")
+@bench.command(short_help="Time a step against torch's own optimizers.")
 def step(
     networks: Annotated[
         str | None,
@@ -123,19 +123,22 @@ def step(
     ] = None,
     sweep: Annotated[
         str | None,
-        typer.Option(help="Instead: what the cost grows with, parameters, blocks or means."),
+        typer.Option(help="Instead: measure cost against parameters, blocks or means."),
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads of every step.", min=1)] = 1,
     repetitions: Annotated[int, typer.Option(help="Samples of every optimizer.", min=3)] = 11,
-    longest: Annotated[float, typer.Option(help="Seconds after which a measurement is given up.", min=1)] = 180,
+    longest: Annotated[float, typer.Option(help="Time limit of one measurement, in seconds.", min=1)] = 180,
     out: Annotated[Path, typer.Option(help="File for the records.", dir_okay=False)] = Path("out/steps.jsonl"),
-    show_only: Annotated[bool, typer.Option("--show-only", help="Measure nothing: show the tables so far.")] = False,
+    show_only: Annotated[
+        bool, typer.Option("--show-only", help="Measure nothing: show the tables of the records so far.")
+    ] = False,
     list_all: ListAll = False,
 ) -> None:
     """Time the steps of optimizers, each beside torch's default and fused form in one interleaved run.
 
     Every optimizer has a process of its own. Finished measurements are kept and not repeated: stop with Ctrl-C at any
-    time, and run the same command again to resume. Let nothing else run beside it.
+    time, and run the same command again to resume. Run nothing else on the
+    machine meanwhile.
     """
     with readable_errors("bench step"):
         from blockmean.lab.steps import (
@@ -185,12 +188,12 @@ def step(
         for note in notes(costs):
             console.print(note, soft_wrap=True)
     console.print(
-        "Medians; × is the time beside torch's own optimizer of that kind, in one interleaved run, with quartiles.",
+        "Medians with quartiles; × is the ratio to torch's own optimizer of that kind, timed in turns.",
         style="dim",
     )
 
 
-@bench.command(short_help="A study with schedules, tuned settings and fresh seeds.")
+@bench.command(short_help="Compare tuned optimizers with learning-rate schedules.")
 def study(
     cells: Annotated[
         str | None, typer.Option(help="Names from --plan, separated by commas.", show_default="all")
@@ -206,15 +209,17 @@ def study(
     records: Annotated[Path, typer.Option(help="Folder for the records, one file per cell.", file_okay=False)] = Path(
         "out/study"
     ),
-    out: Annotated[Path, typer.Option(help="Folder for pictures.", file_okay=False)] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Folder for plots.", file_okay=False)] = Path("out"),
     jobs: Jobs = 1,
-    show_only: Annotated[bool, typer.Option("--show-only", help="Run nothing: tables of the records so far.")] = False,
+    show_only: Annotated[
+        bool, typer.Option("--show-only", help="Run nothing: show tables of the records so far.")
+    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Run nothing: list cells, arms, runs and hours.")] = False,
     times: Annotated[
-        bool, typer.Option("--times", help="Only time a few steps of tuned arms. Let nothing else run beside it.")
+        bool, typer.Option("--times", help="Only time a few steps of the tuned arms. Run nothing else on the machine.")
     ] = False,
 ) -> None:
-    """Compare optimizers under the field's own rules: warm-up and decay to zero, several tuned settings, fresh seeds.
+    """Compare tuned optimizers: warm-up and decay to zero, five tuned settings each, fresh seeds.
 
     Every arm searches rate, weight decay, β₂, β₁ and warm-up by coordinate descent with a stated number of runs, AdamW
     with twice as many; the best settings run with fresh seeds. Finished runs are kept as records and not repeated: stop
@@ -238,7 +243,7 @@ def study(
     def say(cell: str, arm: str, record: dict[str, Any]) -> None:
         from blockmean.lab.study import describe
 
-        console.print(f"{cell}, {arm}, {describe(record)}; {sum(1 for _ in found.wanted())} runs wait", soft_wrap=True)
+        console.print(f"{cell}, {arm}, {describe(record)}; {sum(1 for _ in found.wanted())} runs left", soft_wrap=True)
 
     if not show_only:
         with resumable(records):

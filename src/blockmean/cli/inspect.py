@@ -144,7 +144,10 @@ def _show_means(found: list[MeanStatistics], count: int, numbers: Path) -> None:
         shares = [*one.shares[:3], one.shares.means, one.chance.means]
         sizes = f"{one.shape[0]:,} × {one.shape[1]:,}", f"{one.num_means[0]}"
         rows.append([*sizes, *("–" if math.isnan(share) else f"{share:.0%}" for share in shares)])
-    taken = sum(max(map(len, column)) + 2 for column in zip(headers[1:], *rows, strict=True)) + 2
+    room = _room(headers, rows)
+    if any(len(one.parameter) > room for one in shown):  # names matter more than sizes
+        headers[1:3], rows = [], [row[2:] for row in rows]
+        room = _room(headers, rows)
     table = Table(
         title="What Anova's means see: shares of the gradient",
         box=SIMPLE_HEAD,
@@ -154,7 +157,7 @@ def _show_means(found: list[MeanStatistics], count: int, numbers: Path) -> None:
     for i, header in enumerate(headers):
         table.add_column(header, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
     for one, row in zip(shown, rows, strict=True):
-        table.add_row(_abbreviated(one.parameter, console.width - taken), *row)
+        table.add_row(_abbreviated(one.parameter, room), *row)
     console.print(table)
     console.print(
         "Means that hold more than by chance are what Anova scales. During training,\n"
@@ -163,6 +166,11 @@ def _show_means(found: list[MeanStatistics], count: int, numbers: Path) -> None:
     )
     if len(found) > len(shown):
         console.print(f"{len(found) - len(shown):,} smaller weights are in {numbers.name}.", soft_wrap=True)
+
+
+def _room(headers: list[str], rows: list[list[str]]) -> int:
+    """Columns of the window that are left for names beside these numbers."""
+    return console.width - 2 - sum(max(map(len, column)) + 2 for column in zip(headers[1:], *rows, strict=True))
 
 
 def _numbers(row: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""A study of optimizers under the field's own rules: finished schedules, several tuned settings, fresh seeds.
+"""A study of tuned optimizers: finished schedules, several tuned settings, fresh seeds.
 
     cell      a task, its arms, how many runs tune each of them, and with how many fresh seeds the best settings run
     tuning    coordinate descent over rate, weight decay, β₂, β₁ and warm-up with one seed; twice the budget for AdamW
