@@ -255,7 +255,7 @@ def test_cropped_runs_differ_from_plain_ones_and_repeat_themselves():
         ({"decay": "cosine"}, "decay must be one of none, linear. Got 'cosine'"),
         ({"warm_up": 1.0}, "warm_up must be a part of the run"),
         ({"crop": 4}, "crop cuts images, and this data set is a text."),
-        ({"model": "mlp"}, "model must be one of gpt-16, gpt-96, gpt-160, module:object. Got 'mlp'"),
+        ({"model": "mlp"}, "model must be one of gpt-16, gpt-64, gpt-96, gpt-160, module:object. Got 'mlp'"),
         ({"batch": 0}, "batch must be at least 1"),
     ],
 )
