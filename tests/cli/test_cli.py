@@ -332,7 +332,7 @@ def test_train_shows_how_it_goes_and_leaves_a_plot_and_a_record(tmp_path: Path):
     command += ["--option", "variant=weighted", "--option", "eps=1e-8"]
     result = run(cli.app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    assert "test error" in result.output
+    assert "held-out loss" in result.output and "held-out error" in result.output
     (record,) = Records(tmp_path / "train.jsonl").every()
     assert record["spec"]["options"] == {"variant": "weighted", "eps": 1e-8}
     assert {path.suffix for path in tmp_path.iterdir()} == {".jsonl", ".png", ".svg"}
@@ -440,6 +440,9 @@ def test_compare_trains_several_optimizers_on_the_same_batches(tmp_path: Path):
     for record in records:
         assert f"{record['test_error']:.2%}" in result.output
         assert f"{record['train_loss']:.4f}" in result.output
+        assert f"{record['test_loss']:.4f}" in result.output
+    assert "Anova beside AdamW: training loss" in result.output
+    assert "100%" not in result.output  # no bars are left above the table
     first, second, _ = sorted(record["test_error"] for record in records)
     noise = 1.96 * ((first * (1 - first) + second * (1 - second)) / 1000) ** 0.5
     assert f"less than {100 * noise:.1f} points apart are within noise (1,000 predictions)" in result.output
@@ -519,7 +522,7 @@ def test_train_shows_a_run_that_diverges_at_once(tmp_path: Path):
     result = run(cli.app, [*command, "--out", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "Diverged at step 1" in result.output
-    assert "no test error after 1 steps" in result.output
+    assert "no held-out error after 1 steps" in result.output
 
 
 def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:

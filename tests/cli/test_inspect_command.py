@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from blockmean import cli, curvature
 from blockmean.lab.data import load
-from blockmean.lab.inspect import Request, inspect
+from blockmean.lab.inspect import Request, _means, inspect
 from blockmean.lab.models import MODELS
 
 matplotlib.use("Agg")
@@ -138,6 +138,7 @@ def test_it_says_how_far_it_is():
     told: dict[str, list[int]] = {}
     request = Request("small", samples=250, train_steps=3, norm_probes=0)
     inspect(request, on_progress=lambda what, done, total: told.setdefault(f"{what} of {total}", []).append(done))
+    assert told.pop("means of 20") == list(range(1, 21))
     assert told == {"training of 3": [1, 2, 3], "curvature of 250": [0, 100, 200, 250]}
 
 
@@ -259,9 +260,39 @@ def test_long_names_take_two_lines_at_most_at_80_columns(own, tmp_path: Path):
     for name in ("b.e.L.10.attention.output.weight", "classifier.bias"):
         assert any(line.split()[0] == name for line in lines if line.strip())
     assert f"{saved(tmp_path).name} has them in full" in result.output
+    assert "Anova has no means here" in result.output
     wide = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"}).output
     assert "bert.encoder.LayersOfTheEncoder.10.attention.output.weight" in wide
     assert "Below each block" not in wide
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_shares_of_anovas_means_stand_beside_chance(own, tmp_path: Path, columns: int):
+    (Path.cwd() / f"{own}.py").write_text(LONG_NAMES.replace("4", "12"))
+    arguments = ["inspect", f"{own}:Bert", "--data", f"{own}:data", "--out", str(tmp_path), "--norm-probes", "0"]
+    result = CliRunner().invoke(cli.app, [*arguments, "--rows", "3"], env={"COLUMNS": str(columns)})
+    assert result.exit_code == 0, result.output
+    lines = result.output.partition("What Anova's means see")[2].partition("Means that hold")[0].splitlines()
+    assert max(map(len, lines)) <= columns
+    means = json.loads(saved(tmp_path).read_text())["means"]
+    assert len(means) == 11  # of 12 × 12; the classifier has two units
+    for one in means:
+        assert sum(one["shares"].values()) == pytest.approx(1)
+        assert sum(one["chance"].values()) == pytest.approx(1)
+        shares = [*one["shares"].values()]
+        assert sum(shares[:3]) > sum([*one["chance"].values()][:3])  # 30 samples give gradients of low rank
+    assert sum("%" in line for line in lines) == 3
+    assert "8 smaller weights are in" in result.output
+    assert "weight" in lines[-3] and "…" not in "".join(lines)
+
+
+def test_looking_at_means_leaves_the_model_alone(own):
+    model = nn.Linear(20, 20)
+    before = [p.detach().clone() for p in model.parameters()]
+    data = torch.rand(30, 20), torch.arange(30) % 20
+    found = _means(model, nn.functional.cross_entropy, *data, 0, lambda *said: None)
+    assert len(found) == 1
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_equal_seeds_give_equal_pictures_and_numbers(tmp_path: Path):

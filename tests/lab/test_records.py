@@ -20,7 +20,7 @@ import pytest
 from blockmean.lab.records import Records, append, run_all, store
 from blockmean.lab.spec import RunSpec
 from blockmean.lab.steps import read
-from blockmean.lab.study import PUBLISHED as CELLS
+from blockmean.lab.study_cells import PUBLISHED as CELLS
 from blockmean.lab.train import run
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from blockmean import cli
 from blockmean.lab.compare import p_value
 from blockmean.lab.records import append
-from blockmean.lab.study import ARMS, AXES, BASELINE, PROFILES, PUBLISHED, TUNING_SEED, Study, make_study
+from blockmean.lab.study import TUNING_SEED, Study, make_study
+from blockmean.lab.study_cells import ARMS, AXES, BASELINE, PROFILES, PUBLISHED
 from blockmean.lab.study_pictures import draw_cell
 from blockmean.lab.study_results import equivalent_steps, iteration_ratio, notes, saved, tables, tokens_curve
 from blockmean.lab.tasks import epoch_length

@@ -13,7 +13,7 @@ from blockmean.lab.arms import make
 from blockmean.lab.race import missing_packages
 from blockmean.lab.records import Records, append
 from blockmean.lab.spec import RunSpec
-from blockmean.lab.study import ARMS, AXES
+from blockmean.lab.study_cells import ARMS, AXES
 from blockmean.lab.tasks import LOSSES, epoch_length, load_data, make_model
 from blockmean.lab.tokens import CONTEXT, GPT, GPTS, VOCABULARY, encode, read_tokens, train_tokenizer
 from blockmean.lab.train import batches_of, means_of_parts, rate_factor, run
@@ -255,7 +255,7 @@ def test_cropped_runs_differ_from_plain_ones_and_repeat_themselves():
         ({"decay": "cosine"}, "decay must be one of none, linear. Got 'cosine'"),
         ({"warm_up": 1.0}, "warm_up must be a part of the run"),
         ({"crop": 4}, "crop cuts images, and this data set is a text."),
-        ({"model": "mlp"}, "model must be one of gpt-16, gpt-96, gpt-160, module:object. Got 'mlp'"),
+        ({"model": "mlp"}, "model must be one of gpt-16, gpt-64, gpt-96, gpt-160, module:object. Got 'mlp'"),
         ({"batch": 0}, "batch must be at least 1"),
     ],
 )

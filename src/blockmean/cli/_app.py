@@ -81,8 +81,11 @@ def split_names(given: str | None, between: str = ",") -> list[str] | None:
     return found
 
 
-def progress(*details: str) -> Progress:
-    """Bars for what takes long, each with its share, the time so far and the time left; `details` are columns."""
+def progress(*details: str, transient: bool = False) -> Progress:
+    """Bars for what takes long, each with its share, the time so far and the time left; `details` are columns.
+
+    Transient bars disappear in the end.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -93,7 +96,7 @@ def progress(*details: str) -> Progress:
         TimeRemainingColumn(elapsed_when_finished=False),
     )
     # Drawn twice a second, not ten times: some of what a bar shows is a measurement of time.
-    return Progress(*columns, console=console, speed_estimate_period=300, refresh_per_second=2)
+    return Progress(*columns, console=console, speed_estimate_period=300, refresh_per_second=2, transient=transient)
 
 
 def watch(bars: Progress) -> Callable[[str, int, int], None]:

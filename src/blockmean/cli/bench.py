@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,12 +30,23 @@ bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure o
 app.add_typer(bench, name="bench")
 
 
+Profile = Annotated[
+    str,
+    typer.Option(help="quick (embedded data, minutes) or full (the published comparison: hours or days)."),
+]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Folder with mnist, cifar10 and text.", show_default="$BLOCKMEAN_DATA")
+]
+Jobs = Annotated[int, typer.Option(help="Runs at a time, each on one thread.", min=1)]
+ListAll = Annotated[bool, typer.Option("--list", help="List the names that can be given, and exit.")]
+
+
 @bench.callback()
 def _group() -> None:
     """Measure optimizers against each other."""
 
 
-@bench.command(short_help="A fair race of optimizers over several tasks.")
+@bench.command(short_help="Race tuned optimizers on several tasks.")
 def race(
     tasks: Annotated[
         str | None, typer.Option(help="Names from --list, separated by commas.", show_default="all")
@@ -44,28 +55,23 @@ def race(
         str | None,
         typer.Option(help="Names from --list, separated by commas; AdamW always runs.", show_default="all"),
     ] = None,
-    profile: Annotated[
-        str,
-        typer.Option(help="quick (embedded data, minutes) or full (MNIST, CIFAR-10 and Shakespeare, hours)."),
-    ] = "quick",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with mnist, cifar10 and text.", show_default="$BLOCKMEAN_DATA")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for race.json and pictures.", file_okay=False)] = Path("out/race"),
+    profile: Profile = "quick",
+    data_dir: DataDir = None,
+    out: Annotated[Path, typer.Option(help="Folder for race.json and plots.", file_okay=False)] = Path("out/race"),
     records: Annotated[
         Path | None,
         typer.Option(help="Folder for the records, one file per task.", file_okay=False, show_default="OUT/records"),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Runs at a time, each on one thread.", min=1)] = 2,
+    jobs: Jobs = 2,
     seeds: Annotated[int, typer.Option(help="Fresh seeds for the best rate of every arm.", min=1)] = 5,
-    tuning_seeds: Annotated[int, typer.Option(help="Seeds with which every rate is tried.", min=1, max=5)] = 1,
+    tuning_seeds: Annotated[int, typer.Option(help="Seeds that try every learning rate.", min=1, max=5)] = 1,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of every run, for a trial.", min=1, show_default="those of the task")
+        int | None, typer.Option(help="Steps of each run, for a quick trial.", min=1, show_default="those of the task")
     ] = None,
     draw_only: Annotated[
-        bool, typer.Option("--draw-only", help="Run nothing: tables and pictures of the records so far.")
+        bool, typer.Option("--draw-only", help="Run nothing: show tables and plots of the records so far.")
     ] = False,
-    list_all: Annotated[bool, typer.Option("--list", help="List tasks and arms, and exit.")] = False,
+    list_all: ListAll = False,
 ) -> None:
     """Race optimizers: steps and seconds to AdamW's training loss, and the loss after equal steps.
 
@@ -84,10 +90,7 @@ def race(
             return
         chosen = split_names(arms)
         missing = missing_packages(arm for arm in ARMS if chosen is None or arm in chosen)
-        if missing:
-            raise SystemExit(
-                f"`blockmean bench race` needs {' and '.join(missing)}. In a checkout: pip install '.[race]'"
-            )
+        _require("bench race", missing)
         found = make_race(split_names(tasks), chosen, profile, seeds, tuning_seeds, steps)
         records = records or out / "records"
         for folder in (out, records):
@@ -108,7 +111,7 @@ def race(
     _show(written, out)
 
 
-@bench.command(short_help="What a step costs beside torch's own optimizers.")
+@bench.command(short_help="Time a step against torch's own optimizers.")
 def step(
     networks: Annotated[
         str | None,
@@ -120,19 +123,22 @@ def step(
     ] = None,
     sweep: Annotated[
         str | None,
-        typer.Option(help="Instead: what the cost grows with, parameters, blocks or means."),
+        typer.Option(help="Instead: measure cost against parameters, blocks or means."),
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads of every step.", min=1)] = 1,
     repetitions: Annotated[int, typer.Option(help="Samples of every optimizer.", min=3)] = 11,
-    longest: Annotated[float, typer.Option(help="Seconds after which a measurement is given up.", min=1)] = 180,
+    longest: Annotated[float, typer.Option(help="Time limit of one measurement, in seconds.", min=1)] = 180,
     out: Annotated[Path, typer.Option(help="File for the records.", dir_okay=False)] = Path("out/steps.jsonl"),
-    show_only: Annotated[bool, typer.Option("--show-only", help="Measure nothing: show the tables so far.")] = False,
-    list_all: Annotated[bool, typer.Option("--list", help="List networks and optimizers, and exit.")] = False,
+    show_only: Annotated[
+        bool, typer.Option("--show-only", help="Measure nothing: show the tables of the records so far.")
+    ] = False,
+    list_all: ListAll = False,
 ) -> None:
     """Time the steps of optimizers, each beside torch's default and fused form in one interleaved run.
 
     Every optimizer has a process of its own. Finished measurements are kept and not repeated: stop with Ctrl-C at any
-    time, and run the same command again to resume. Let nothing else run beside it.
+    time, and run the same command again to resume. Run nothing else on the
+    machine meanwhile.
     """
     with readable_errors("bench step"):
         from blockmean.lab.steps import (
@@ -178,20 +184,16 @@ def step(
                 done += 1
                 show("measurements", done, total)
     for costs in read_all(out, chosen, threads):
-        cells = table(costs)
-        shown = Table(*cells.header, title=cells.title, title_justify="left")
-        for line in cells.rows:
-            shown.add_row(*line)
-        console.print(shown)
+        console.print(_rich(table(costs)))
         for note in notes(costs):
             console.print(note, soft_wrap=True)
     console.print(
-        "Medians; × is the time beside torch's own optimizer of that kind, in one interleaved run, with quartiles.",
+        "Medians with quartiles; × is the ratio to torch's own optimizer of that kind, timed in turns.",
         style="dim",
     )
 
 
-@bench.command(short_help="A study with schedules, tuned settings and fresh seeds.")
+@bench.command(short_help="Compare tuned optimizers with learning-rate schedules.")
 def study(
     cells: Annotated[
         str | None, typer.Option(help="Names from --plan, separated by commas.", show_default="all")
@@ -199,27 +201,25 @@ def study(
     arms: Annotated[
         str | None, typer.Option(help="Names from --plan, separated by semicolons.", show_default="all")
     ] = None,
-    profile: Annotated[
-        str, typer.Option(help="quick (embedded text, minutes) or full (Python's documentation, CIFAR-10: days).")
-    ] = "quick",
+    profile: Profile = "quick",
     text: Annotated[
         Path | None, typer.Option(help="A text of your own, plain or .gz.", show_default="Python's documentation")
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder with cifar10 and text.", show_default="$BLOCKMEAN_DATA")
-    ] = None,
+    data_dir: DataDir = None,
     records: Annotated[Path, typer.Option(help="Folder for the records, one file per cell.", file_okay=False)] = Path(
         "out/study"
     ),
-    out: Annotated[Path, typer.Option(help="Folder for pictures.", file_okay=False)] = Path("out"),
-    jobs: Annotated[int, typer.Option(help="Runs at a time, each on one thread.", min=1)] = 1,
-    show_only: Annotated[bool, typer.Option("--show-only", help="Run nothing: tables of the records so far.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for plots.", file_okay=False)] = Path("out"),
+    jobs: Jobs = 1,
+    show_only: Annotated[
+        bool, typer.Option("--show-only", help="Run nothing: show tables of the records so far.")
+    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Run nothing: list cells, arms, runs and hours.")] = False,
     times: Annotated[
-        bool, typer.Option("--times", help="Only time a few steps of tuned arms. Let nothing else run beside it.")
+        bool, typer.Option("--times", help="Only time a few steps of the tuned arms. Run nothing else on the machine.")
     ] = False,
 ) -> None:
-    """Compare optimizers under the field's own rules: warm-up and decay to zero, several tuned settings, fresh seeds.
+    """Compare tuned optimizers: warm-up and decay to zero, five tuned settings each, fresh seeds.
 
     Every arm searches rate, weight decay, β₂, β₁ and warm-up by coordinate descent with a stated number of runs, AdamW
     with twice as many; the best settings run with fresh seeds. Finished runs are kept as records and not repeated: stop
@@ -235,17 +235,15 @@ def study(
         if plan:
             _show_plan(found)
             return
-        if not show_only and (missing := missing_packages(found)):
-            raise SystemExit(
-                f"`blockmean bench study` needs {' and '.join(missing)}. In a checkout: pip install '.[race]'"
-            )
-        for cell in [] if show_only else found.cells.values():
-            verify_data(cell.task, data_dir)
+        if not show_only:
+            _require("bench study", missing_packages(found))
+            for cell in found.cells.values():
+                verify_data(cell.task, data_dir)
 
     def say(cell: str, arm: str, record: dict[str, Any]) -> None:
         from blockmean.lab.study import describe
 
-        console.print(f"{cell}, {arm}, {describe(record)}; {sum(1 for _ in found.wanted())} runs wait", soft_wrap=True)
+        console.print(f"{cell}, {arm}, {describe(record)}; {sum(1 for _ in found.wanted())} runs left", soft_wrap=True)
 
     if not show_only:
         with resumable(records):
@@ -263,10 +261,7 @@ def _show_study(found: Study, out: Path) -> None:
 
     for name in found.cells:
         for cells in tables(found, name):
-            shown = Table(*cells.header, title=cells.title, title_justify="left")
-            for line in cells.rows:
-                shown.add_row(*line)
-            console.print(shown)
+            console.print(_rich(cells))
         if found.findings(name).final:
             console.print(str(draw_cell(found, name, out / f"study-{name}").png), soft_wrap=True)
     for note in notes(found):
@@ -301,6 +296,9 @@ def _list(profile: str) -> None:
 WIDE = 170
 """Columns of a window in which the whole table of a task can be read."""
 
+MAIN_COLUMNS = {0: "optimizer", 3: "final loss", 5: "verdict", 7: "steps × AdamW's", 9: "seconds × AdamW's"}
+"""Those of a race that a narrower window shows."""
+
 
 def _write(
     race: Race, records: Path, out: Path, show: Callable[[str, int, int], None] = lambda what, done, total: None
@@ -326,7 +324,7 @@ def _show(found: list[TaskResult], out: Path) -> None:
 
     for one in found:
         if one.arms:
-            console.print(_rich(table(one)))
+            console.print(_rich(table(one), None if console.width >= WIDE else MAIN_COLUMNS))
     for note in notes(found):
         console.print(note, soft_wrap=True)
     console.print(
@@ -341,12 +339,16 @@ def _show(found: list[TaskResult], out: Path) -> None:
         console.print(str(path), soft_wrap=True)
 
 
-def _rich(cells: Cells) -> Table:
-    """All columns, or in a narrow window those that matter most."""
-    headers = dict(enumerate(cells.header))
-    if console.width < WIDE:
-        headers = {0: "optimizer", 3: "final loss", 5: "verdict", 7: "steps × AdamW's", 9: "seconds × AdamW's"}
-    shown = Table(*headers.values(), title=cells.title, title_justify="left")
+def _rich(cells: Cells, columns: Mapping[int, str] | None = None) -> Table:
+    """A table for the terminal; `columns` chooses some, and their headers."""
+    chosen = columns or dict(enumerate(cells.header))
+    shown = Table(*chosen.values(), title=cells.title, title_justify="left")
     for row in cells.rows:
-        shown.add_row(*(row[i] for i in headers))
+        shown.add_row(*(row[i] for i in chosen))
     return shown
+
+
+def _require(command: str, missing: list[str]) -> None:
+    """Stop if packages are missing."""
+    if missing:
+        raise SystemExit(f"`blockmean {command}` needs {' and '.join(missing)}. In a checkout: pip install '.[race]'")

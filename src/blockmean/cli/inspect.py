@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from blockmean.cli._app import app, check_folder, console, progress, readable_er
 
 if TYPE_CHECKING:
     from blockmean.lab.inspect import Inspection, Row
+    from blockmean.optim import MeanStatistics
 
 GAP, EDGES = 3, 4  # columns between two cells of the table, and at its sides
 
@@ -70,7 +72,8 @@ def inspect(
     Computes a curvature matrix of the model on data, as block means: prints a table of the blocks, and writes a heat
     map (PNG, SVG) and all numbers (JSON). File names depend on the options, so other options replace nothing. In the
     table, A_ii is the curvature in the direction in which all entries of a block move alike, λ its mean over the
-    block's other directions, and "of trace" the share of both in the whole matrix. Examples:
+    block's other directions, and "of trace" the share of both in the whole matrix. A second table has the shares of
+    Anova's means in the gradient of each weight. Examples:
 
     \b
     blockmean inspect cnn --train-steps 200
@@ -91,6 +94,7 @@ def inspect(
     saved = found.save(out)
     _show_blocks(found, rows, saved[-1])
     console.print(str(found.report), soft_wrap=True)
+    _show_means(found.means, rows, saved[-1])
     for path in saved:
         console.print(f"{path} (replaced)" if path in replaced else str(path), soft_wrap=True)
 
@@ -125,6 +129,48 @@ def _show_blocks(found: Inspection, count: int, numbers: Path) -> None:
     if left:
         rest = 1 - sum(row.share or 0.0 for row in shown)
         console.print(f"{left:,} further blocks, with {rest:.1%} of the trace, are in {numbers.name}.", soft_wrap=True)
+
+
+def _show_means(found: list[MeanStatistics], count: int, numbers: Path) -> None:
+    """Print how much of each weight's gradient Anova's means hold, and by chance would."""
+    if not found:
+        console.print("Anova has no means here: every weight is too narrow or too long. It would be AdamW.")
+        return
+    largest = sorted(range(len(found)), key=lambda i: -found[i].entries)[:count]
+    shown = [found[i] for i in sorted(largest)]
+    headers = ["weight", "units × inputs", "means", "grand", "per unit", "per input", "all", "by chance"]
+    rows = []
+    for one in shown:
+        shares = [*one.shares[:3], one.shares.means, one.chance.means]
+        sizes = f"{one.shape[0]:,} × {one.shape[1]:,}", f"{one.num_means[0]}"
+        rows.append([*sizes, *("–" if math.isnan(share) else f"{share:.0%}" for share in shares)])
+    room = _room(headers, rows)
+    if any(len(one.parameter) > room for one in shown):  # names matter more than sizes
+        headers[1:3], rows = [], [row[2:] for row in rows]
+        room = _room(headers, rows)
+    table = Table(
+        title="What Anova's means see: shares of the gradient",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    for i, header in enumerate(headers):
+        table.add_column(header, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
+    for one, row in zip(shown, rows, strict=True):
+        table.add_row(_abbreviated(one.parameter, room), *row)
+    console.print(table)
+    console.print(
+        "Means that hold more than by chance are what Anova scales. During training,\n"
+        "Anova.block_statistics() has these numbers, blockmean.plot.shares draws them.",
+        soft_wrap=True,
+    )
+    if len(found) > len(shown):
+        console.print(f"{len(found) - len(shown):,} smaller weights are in {numbers.name}.", soft_wrap=True)
+
+
+def _room(headers: list[str], rows: list[list[str]]) -> int:
+    """Columns of the window that are left for names beside these numbers."""
+    return console.width - 2 - sum(max(map(len, column)) + 2 for column in zip(headers[1:], *rows, strict=True))
 
 
 def _numbers(row: Row) -> list[str]:

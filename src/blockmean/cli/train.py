@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from blockmean.cli._app import app, check_folder, console, progress, readable_errors, split_names
+
+MUCH_LOWER = 0.95
+"""Part of the last held-out loss below which an earlier one is worth a line."""
 
 
 @app.command(short_help="Train a model with one optimizer, or compare several.")
@@ -60,8 +64,8 @@ def train(
 ) -> None:
     """Train a model with one optimizer, or compare several: one thread, equal initial weights and batches.
 
-    Prints training loss, test error and time, draws them, and adds a record of each run to train.jsonl. The defaults
-    take about ten seconds of processor time per optimizer and need no download. Examples:
+    Prints training loss, held-out loss and error, and time; plots them; and adds a record of each run to train.jsonl.
+    The defaults take about ten seconds of processor time per optimizer and need no download. Examples:
 
     \b
     blockmean train --compare AdamW,Anova
@@ -97,7 +101,7 @@ def train(
         out.mkdir(parents=True, exist_ok=True)
     console.print(f"{model} model on {dataset}, {steps:,} steps of {batch}", soft_wrap=True)
     records, lines = [], out / "train.jsonl"
-    with progress("loss {task.fields[loss]}") as bars:
+    with progress("loss {task.fields[loss]}", transient=True) as bars:  # the table takes their place
         tasks = [bars.add_task(f"{s.optimizer} (lr {s.lr:g})", total=steps, loss="–", start=False) for s in specs]
         for spec, bar in zip(specs, tasks, strict=True):
             bars.start_task(bar)
@@ -142,38 +146,70 @@ def _show(records: list[dict[str, Any]], tests: int) -> None:
             message = f"{whose} at step {record['diverged_at'] + 1}: try a smaller --lr."
             console.print(message, style="bold red", soft_wrap=True)
     if len(records) == 1:
-        *_, error, _, milliseconds, share = _cells(records[0])
-        reached = "no test error" if error == "–" else f"test error {error}"
+        _, rate, train, loss, error, seconds, share = _cells(records[0])
+        reached = "no held-out error"
+        if records[0]["diverged_at"] is None:
+            reached = f"training loss {train}, held-out loss {loss}, held-out error {error}"
         console.print(
-            f"{reached} after {_steps(records[0]):,} steps of {milliseconds} ms, {share} of it in the optimizer",
+            f"{records[0]['spec']['optimizer']} (lr {rate}): {reached} after {_steps(records[0]):,} steps\n"
+            f"{seconds} CPU seconds, {share} of them in the optimizer",
             soft_wrap=True,
         )
         return
-    table = Table("optimizer")
-    for name in ("lr", "training loss", "test error", "CPU seconds", "ms per step", "in the optimizer"):
-        table.add_column(name, justify="right")
+    table = Table("\noptimizer", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for name in ("\nlr", "training\nloss", "held-out\nloss", "held-out\nerror", "CPU\nseconds", "in\nstep()"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.columns[0].no_wrap = True
     for record in records:
         table.add_row(*_cells(record))
     console.print(table)
-    errors = sorted(record["test_error"] for record in records if record["diverged_at"] is None)[:2]
-    if len(errors) == 2:
-        # As if each had test examples of its own: they share them, so that the true bound is a little lower.
-        noise = 1.96 * math.sqrt(sum(p * (1 - p) for p in errors) / tests)
-        console.print(
-            "Look at the training loss first: on equal batches, lower is faster learning.\n"
-            f"Test errors less than {100 * noise:.1f} points apart are within noise ({tests:,} predictions).\n"
-            "One seed at one rate each proves little: vary --seed and --lr."
-        )
+    ended = [record for record in records if record["diverged_at"] is None]
+    if len(ended) < 2:
+        return
+    first, others = ended[0], ended[1:]
+    for record in others:
+        train, held_out = (_change(record, first, name) for name in ("train_loss", "test_loss"))
+        both = f"{record['spec']['optimizer']} beside {first['spec']['optimizer']}"
+        console.print(f"{both}: training loss {train}, held-out loss {held_out}", soft_wrap=True)
+    for record in ended:
+        losses = [epoch["test_loss"] for epoch in record["epochs"]]
+        if len(losses) > 1 and min(losses) < MUCH_LOWER * losses[-1]:
+            console.print(
+                f"{record['spec']['optimizer']}: the held-out loss was lowest, {min(losses):.4f}, after epoch "
+                f"{losses.index(min(losses)) + 1} of {len(losses)}",
+                soft_wrap=True,
+            )
+    errors = sorted(record["test_error"] for record in ended)[:2]
+    # As if each had test examples of its own: they share them, so that the true bound is a little lower.
+    noise = 1.96 * math.sqrt(sum(p * (1 - p) for p in errors) / tests)
+    console.print(
+        "Look at the training loss first: on equal batches, lower is faster learning.\n"
+        "Then at held-out loss and error, which are of examples that no step has seen.\n"
+        f"Errors less than {100 * noise:.1f} points apart are within noise ({tests:,} predictions).\n"
+        "One seed at one rate each proves little: vary --seed and --lr."
+    )
+
+
+def _change(record: dict[str, Any], first: dict[str, Any], loss: str) -> str:
+    """By how much a loss differs from that of the first run."""
+    if not first[loss]:
+        return "–"
+    return f"{record[loss] / first[loss] - 1:+.0%}".replace("-", "−")
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
     spec = record["spec"]
-    ended = record["diverged_at"] is None
     seconds = max(record["seconds"], 1e-9)  # a run that diverges at once takes none
-    results = [f"{record['train_loss']:.4f}", f"{record['test_error']:.2%}"] if ended else ["diverged", "–"]
-    times = [f"{seconds:.1f}", f"{1000 * seconds / _steps(record):.1f}", f"{record['step_seconds'] / seconds:.0%}"]
-    return [spec["optimizer"], f"{spec['lr']:g}", *results, *times]
+    results = ["diverged", "–", "–"]
+    if record["diverged_at"] is None:
+        results = [f"{record['train_loss']:.4f}", f"{record['test_loss']:.4f}", f"{record['test_error']:.2%}"]
+    return [
+        spec["optimizer"],
+        f"{spec['lr']:g}",
+        *results,
+        f"{seconds:.1f}",
+        f"{record['step_seconds'] / seconds:.0%}",
+    ]
 
 
 def _steps(record: dict[str, Any]) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import blockmean
+from blockmean.lab.ablations import PlainAnova
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -28,6 +29,9 @@ OPTIMIZERS: dict[str, Make] = {
     "NaturalGradientBMA": blockmean.NaturalGradientBMA,
 }
 """Ours and torch's, which take the parameters of any model."""
+
+VARIANTS: dict[str, Make] = {"PlainAnova": PlainAnova}
+"""Of ours, for ablations."""
 
 PEERS = {
     "SOAP": "pytorch_optimizer",
@@ -123,7 +127,7 @@ TAKE_THE_MODEL = (*MODEL_OPTIMIZERS, "AdamMini")
 
 def known() -> list[str]:
     """The names of all optimizers."""
-    return [*OPTIMIZERS, *MODEL_OPTIMIZERS, *PEERS]
+    return [*OPTIMIZERS, *VARIANTS, *MODEL_OPTIMIZERS, *PEERS]
 
 
 def find(name: str) -> Make:
@@ -133,7 +137,7 @@ def find(name: str) -> Make:
     if name in PEERS:
         found: Make = getattr(importlib.import_module(PEERS[name]), name)
         return found
-    return OPTIMIZERS.get(name) or MODEL_OPTIMIZERS[name]
+    return {**OPTIMIZERS, **VARIANTS, **MODEL_OPTIMIZERS}[name]
 
 
 def make(name: str, model: nn.Module, lr: float, options: dict[str, Any]) -> torch.optim.Optimizer:

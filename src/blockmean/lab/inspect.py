@@ -1,4 +1,7 @@
-"""Inspect a model: a curvature matrix on data as a table of its blocks, a heat map, and a file of all numbers."""
+"""Inspect a model: a curvature matrix on data as a table of its blocks, a heat map, and a file of all numbers.
+
+Beside it, how much of each weight's gradient Anova's means hold.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
 
-from blockmean import BlockMean, Partition, curvature, plot
+from blockmean import Anova, BlockMean, Partition, curvature, plot
 from blockmean.lab.data import load
 from blockmean.lab.environment import environment
 from blockmean.lab.models import MODELS
@@ -20,6 +23,7 @@ from blockmean.lab.own import EXPECTED, check_fit, find_object, own_model, requi
 from blockmean.lab.picture import save
 from blockmean.lab.records import store
 from blockmean.lab.spec import digest, file_name
+from blockmean.optim import MeanStatistics
 
 MATRICES: dict[str, Callable[..., curvature.Curvature]] = {
     "empirical_fisher": curvature.empirical_fisher,
@@ -36,6 +40,8 @@ PARTITIONS = ("tensor", "unit", "kernel", "module", "all", "element")
 LARGEST_BATCH = 128
 LEARNING_RATE = 1e-3
 BATCH = 100  # samples of the matrix between two reports of progress; as quick as all at once
+MEAN_STEPS = 20
+"""Gradients from which Anova's means learn; second moments then know 64% of what they will."""
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -84,6 +90,8 @@ class Inspection:
     matrix: BlockMean
     report: curvature.Report
     rows: list[Row]
+    means: list[MeanStatistics]
+    """Of the weights for which Anova has means."""
 
     def largest(self, count: int) -> list[Row]:
         """The rows with the largest |share of the trace|, in the order of the model."""
@@ -127,6 +135,15 @@ class Inspection:
             },
             "blocks": [row._asdict() for row in self.rows],
             "A": self.matrix.A.tolist(),
+            "means": [
+                {
+                    "parameter": one.parameter,
+                    "num_means": list(one.num_means),
+                    "shares": one.shares._asdict(),
+                    "chance": one.chance._asdict(),
+                }
+                for one in self.means
+            ],
         }
         return {name: _without_nan(value) for name, value in record.items()}
 
@@ -169,7 +186,8 @@ def inspect(
     chosen = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(request.seed))[: request.samples]
     data = _batches(inputs[chosen], targets[chosen], on_progress)
     found = MATRICES[request.matrix](model.eval(), loss_fn, data, blocks, norm_probes=request.norm_probes)
-    return Inspection(request, found.matrix, found.report, _rows(found.matrix))
+    means = _means(model, loss_fn, inputs[chosen], targets[chosen], request.seed, on_progress)
+    return Inspection(request, found.matrix, found.report, _rows(found.matrix), means)
 
 
 def _data(request: Request, data_dir: Path | None, download: bool) -> tuple[Tensor, Tensor]:
@@ -257,6 +275,28 @@ def _train(
         loss_fn(model(inputs[batch]), targets[batch]).backward()
         optimizer.step()
         on_progress("training", step + 1, request.train_steps)
+
+
+def _means(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    seed: int,
+    on_progress: OnProgress,
+) -> list[MeanStatistics]:
+    """How much of the gradients Anova's means hold, on random batches; a rate of 0 leaves the model as it is."""
+    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    optimizer = Anova(params, lr=0.0, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(MEAN_STEPS):
+        batch = torch.randint(len(inputs), (min(BATCH, len(inputs)),), generator=generator)
+        optimizer.zero_grad()
+        loss_fn(model(inputs[batch]), targets[batch]).backward()
+        optimizer.step()
+        on_progress("means", step + 1, MEAN_STEPS)
+    optimizer.zero_grad()
+    return optimizer.block_statistics()
 
 
 def _rows(matrix: BlockMean) -> list[Row]:

@@ -1,4 +1,4 @@
-"""A study of optimizers under the field's own rules: finished schedules, several tuned settings, fresh seeds.
+"""A study of tuned optimizers: finished schedules, several tuned settings, fresh seeds.
 
     cell      a task, its arms, how many runs tune each of them, and with how many fresh seeds the best settings run
     tuning    coordinate descent over rate, weight decay, β₂, β₁ and warm-up with one seed; twice the budget for AdamW
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from blockmean.lab.arms import find
 from blockmean.lab.compare import in_turn
@@ -22,222 +22,15 @@ from blockmean.lab.environment import package_version
 from blockmean.lab.race import held_out_loss
 from blockmean.lab.records import Records, run_all
 from blockmean.lab.spec import RunSpec
+from blockmean.lab.study_cells import ARMS, BASELINE, PROFILES, Cell
 from blockmean.lab.study_search import Axis, Point, Search, descend
 from blockmean.lab.tasks import Task, require_one_of
 from blockmean.lab.tokens import CONTEXT
 from blockmean.lab.train import Record
 
-BASELINE = "AdamW"
 TUNING_SEED = 100
 TIMING_SEEDS, TIMING_STEPS = (200, 201, 202), 40
 """Short runs for times that are published: the long ones share the machine with whatever else runs."""
-
-RATE = Axis("lr", tuple(float(f"{1e-3 * 2.0**k:.6g}") for k in range(-7, 13)))
-AXES = (
-    RATE,
-    Axis("weight_decay", (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)),
-    Axis("beta2", (0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9995)),
-    Axis("beta1", (0.5, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)),
-    Axis("warm_up", (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)),
-)
-"""In the order in which they are searched. The grids go on beyond what is usual: no optimum should be at their edge."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """An optimizer with the settings its search starts from: usual ones for language models, its authors' betas.
-
-    All have updates of AdamW's size but SGD. So they start at the rate that the first runs of AdamW's search led to,
-    and have their budget left for the other settings; AdamW itself starts at a quarter of it, with twice the budget.
-    """
-
-    optimizer: str
-    start: Point = (0.008, 0.1, 0.95, 0.9, 0.05)
-    """Rate, weight decay, β₂, β₁ and warm-up."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    axes: tuple[str, ...] = tuple(axis.name for axis in AXES)
-    colour: str = "0.5"
-
-    def settings(self, point: Point) -> dict[str, Any]:
-        """What the spec of a run takes."""
-        value = dict(zip((axis.name for axis in AXES), point, strict=True))
-        own: dict[str, Any] = {"betas": [value["beta1"], value["beta2"]]}
-        if self.optimizer == "SGD":
-            own = {"momentum": value["beta1"]}
-        elif self.optimizer == "MuonAdamW":  # the betas are AdamW's, of embeddings, output, biases and gains
-            own = {"momentum": value["beta1"], "betas": [0.9, value["beta2"]]}
-        options = {**self.options, **own, "weight_decay": value["weight_decay"]}
-        return {"optimizer": self.optimizer, "options": options, "warm_up": value["warm_up"]}
-
-
-SOAP = {"max_precondition_dim": 1024}
-"""Vocabularies have no basis of their own, as in the experiments of SOAP's authors."""
-ARMS = {
-    BASELINE: Arm("AdamW", (0.002, 0.1, 0.95, 0.9, 0.05), colour="0.2"),
-    "NAdamW": Arm("NAdam", options={"decoupled_weight_decay": True}, colour="tab:brown"),
-    "Muon + AdamW": Arm("MuonAdamW", (0.008, 0.1, 0.95, 0.95, 0.05), colour="tab:purple"),
-    "SOAP": Arm("SOAP", (0.008, 0.1, 0.95, 0.95, 0.05), {**SOAP, "precondition_frequency": 1}, colour="tab:green"),
-    "SOAP, every 10": Arm(
-        "SOAP", (0.008, 0.1, 0.95, 0.95, 0.05), {**SOAP, "precondition_frequency": 10}, colour="tab:olive"
-    ),
-    "SGD": Arm(
-        "SGD", (0.128, 0.0005, 0.95, 0.9, 0.05), {"nesterov": True}, ("lr", "weight_decay", "beta1", "warm_up"), "0.6"
-    ),
-    "AdamBMA": Arm("AdamBMA", colour="tab:blue"),
-    "Adam-mini": Arm("AdamMini", options={"num_heads": 4}, colour="tab:pink"),
-    "Anova": Arm("Anova", colour="tab:red"),
-}
-"""Adding an arm is adding a row; in this order they run. Anova is the last: it is ours."""
-
-SGD_DECAY = Axis("weight_decay", (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005))
-"""SGD's decay is part of the gradient, and multiplied by a rate a hundred times larger."""
-
-RIVALS = (BASELINE, "Muon + AdamW", "SOAP, every 10", "Anova")
-"""The arms of the cells that cost most."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A task with its arms and budgets."""
-
-    task: Task
-    arms: Mapping[str, int]
-    """How many runs tune each; 0 takes the settings that `like` found."""
-    seeds: int
-    like: str = ""
-    """The cell whose best settings the searches of this one start from."""
-    only_rate: bool = False
-    """Whether the searches move the rate alone."""
-    curve: tuple[float, ...] = ()
-    """AdamW also runs with these multiples of the steps."""
-    curve_seeds: int = 3
-    longer: str = ""
-    """The cell whose AdamW belongs to this one's curve as well: the same task with more steps."""
-    rates: tuple[float, ...] = ()
-    """Instead of a search: every rate with every fresh seed."""
-    start: str = ""
-    """The cell that this one's runs continue from: its AdamW, best settings, first fresh seed."""
-    ablations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Options of Anova, at its best settings otherwise."""
-    search_less: Mapping[str, int] = field(default_factory=dict)
-    """Arms that start from AdamW's best settings of this cell and search the rate only, with so many runs."""
-    few_seeds: int = 3
-    """Of ablations and of the arms that search less."""
-
-    def seeds_of(self, arm: str) -> int:
-        return self.few_seeds if arm in self.search_less else self.seeds
-
-
-def _language(model: str, steps: int, batch: int = 16, title: str = "", text: str = "python-docs") -> Task:
-    return Task(
-        text,
-        model,
-        steps,
-        batch,
-        loss="next_token",
-        title=title,
-        points=200,
-        warm_up=0.05,
-        decay="linear",
-        clip=1.0,
-        tokenizer=text,
-    )
-
-
-ABLATIONS: dict[str, dict[str, Any]] = {
-    **{f"means={k}": {"means": k} for k in (0, 4, 16, 64)},
-    "refresh_every=1": {"refresh_every": 1},
-    "refresh_every=20": {"refresh_every": 20},
-}
-
-TUNED = {BASELINE: 24, "NAdamW": 12, "Muon + AdamW": 12, "SOAP": 12, "SOAP, every 10": 12, "Anova": 12}
-LESS = {"AdamBMA": 6, "Adam-mini": 6}
-PUBLISHED = {
-    "XS": Cell(
-        _language("gpt-64", 488, title="GPT, .1M parameters, 2M tokens"),
-        TUNED,
-        seeds=8,
-        curve=(0.5, 2.0, 4.0),
-        ablations=ABLATIONS,
-        search_less=LESS,
-    ),
-    "S": Cell(
-        _language("gpt-96", 1611, title="GPT, .34M parameters, 6.6M tokens"),
-        {arm: budget // 2 for arm, budget in TUNED.items()},
-        seeds=8,
-        like="XS",
-        curve=(0.5, 2.0),
-        longer="S-4x",
-        ablations=ABLATIONS,
-        search_less=LESS,
-    ),
-    "finetune": Cell(
-        replace(_language("gpt-96", 300, title="GPT, .34M, continued on Shakespeare"), dataset="shakespeare"),
-        dict.fromkeys(RIVALS, 0),
-        seeds=3,
-        like="S",
-        only_rate=True,
-        rates=(3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
-        start="S",
-    ),
-    "S-16k": Cell(
-        _language("gpt-96", 403, batch=64, title="GPT, .34M, 6.6M tokens, batch 16k"),
-        {BASELINE: 6, "Muon + AdamW": 3, "SOAP, every 10": 3, "Anova": 3},
-        seeds=3,
-        like="S",
-        only_rate=True,
-    ),
-    "S-4x": Cell(
-        _language("gpt-96", 6444, title="GPT, .34M, 26.4M tokens"),
-        {BASELINE: 3, "SOAP, every 10": 0, "Anova": 0},
-        seeds=3,
-        like="S",
-        only_rate=True,
-    ),
-    "M": Cell(
-        _language("gpt-160", 3021, title="GPT, 1.24M, 12.4M tokens"),
-        {BASELINE: 3, "Muon + AdamW": 0, "SOAP, every 10": 0, "Anova": 0},
-        seeds=3,
-        like="S",
-        only_rate=True,
-        curve=(2.0,),
-        curve_seeds=1,
-    ),
-    "vision": Cell(
-        Task(
-            "cifar10",
-            "resnet10",
-            5850,
-            128,
-            flip=True,
-            title="CIFAR-10, BatchNorm ResNet, .26M parameters, 15 epochs",
-            points=200,
-            warm_up=0.05,
-            decay="linear",
-            clip=1.0,
-            crop=4,
-        ),
-        {BASELINE: 8, "SGD": 4, "SOAP, every 10": 3, "Anova": 4},
-        seeds=3,
-    ),
-}
-"""The published study; adding a cell is adding a row. In this order they run."""
-
-
-def _tiny(cell: Cell, steps: int) -> Cell:
-    """The cell on the manual inside Python, with a tiny model, few runs and few seeds; none is smaller than S."""
-    task = replace(_language("gpt-16", steps, 4, f"{cell.task.title}: tiny", "manual"))
-    budgets = {arm: min(budget, 4) for arm, budget in cell.arms.items() if arm in (BASELINE, "SOAP, every 10", "Anova")}
-    some = dict(list(cell.ablations.items())[:2])
-    like = "" if cell.like == "XS" else cell.like
-    few = replace(cell, task=task, arms=budgets, like=like, ablations=some, search_less={})
-    return replace(few, seeds=2, curve_seeds=2, few_seeds=2)
-
-
-PROFILES: dict[str, dict[str, Cell]] = {
-    "quick": {name: _tiny(PUBLISHED[name], steps) for name, steps in {"S": 60, "finetune": 20, "S-4x": 240}.items()},
-    "full": PUBLISHED,
-}
 
 
 class Findings(NamedTuple):
@@ -271,13 +64,7 @@ class Study:
 
     def axes(self, name: str, arm: str) -> tuple[Axis, ...]:
         """All axes of a search; those that do not move have one value."""
-        cell, start = self.cells[name], ARMS[arm].start
-        moving = ("lr",) if cell.only_rate or arm in cell.search_less else ARMS[arm].axes
-        grids = [SGD_DECAY if arm == "SGD" and axis.name == "weight_decay" else axis for axis in AXES]
-        start = self.start(name, arm) or start
-        return tuple(
-            axis if axis.name in moving else Axis(axis.name, (value,)) for axis, value in zip(grids, start, strict=True)
-        )
+        return self.cells[name].axes(arm, self.start(name, arm) or ARMS[arm].start)
 
     def start(self, name: str, arm: str) -> Point | None:
         """Where the search of an arm begins; None as long as that depends on records that are missing."""
@@ -291,7 +78,7 @@ class Study:
         start, cell = self.start(name, arm), self.cells[name]
         if start is None:
             return None
-        budget = cell.search_less.get(arm, cell.arms.get(arm, 0))
+        budget = cell.budget(arm)
         if not budget:
             return Search(start, float("nan"), converged=True)
         known = self.records(name)
@@ -307,11 +94,10 @@ class Study:
         found = self.search(name, arm)
         return found.best if found is not None and found.wanted is None and found.loss != float("inf") else None
 
-    def spec(self, name: str, arm: str, point: Point, seed: int, steps: int = 0, **options: Any) -> RunSpec:
-        """A run of a cell."""
+    def spec(self, name: str, arm: str, point: Point, seed: int, steps: int = 0) -> RunSpec:
+        """A run of a cell; `arm` may be one of its ablations."""
         cell = self.cells[name]
-        settings = ARMS[arm].settings(point)
-        settings["options"] = {**settings["options"], **options}
+        settings = {**ARMS, **cell.ablations}[arm].settings(point)
         if arm == "Adam-mini":  # it cannot tell the width of a model
             settings["options"]["num_embeds"] = int(cell.task.model.split("-")[1])
         if cell.start:
@@ -357,15 +143,12 @@ class Study:
         }
 
     def ablation_specs(self, name: str) -> dict[str, list[RunSpec]]:
-        """Anova's runs with other options."""
+        """The runs of Anova's variants."""
         cell, point = self.cells[name], self.best(name, "Anova")
         if point is None or "Anova" not in self.arms:
             return {}
         seeds = range(cell.few_seeds)
-        return {
-            what: [self.spec(name, "Anova", point, seed, **options) for seed in seeds]
-            for what, options in cell.ablations.items()
-        }
+        return {what: [self.spec(name, what, point, seed) for seed in seeds] for what in cell.ablations}
 
     def findings(self, name: str) -> Findings:
         """What the records of a cell say."""
@@ -399,18 +182,16 @@ class Study:
                 found = self.search(name, arm)
                 if found is not None and found.wanted is not None:
                     yield name, arm, self.spec(name, arm, found.wanted, TUNING_SEED)
+            curve = self.curve_specs(name) if BASELINE in self.arms else {}
             parts = {
                 **{arm: self.final_specs(name, arm) for arm in arms},
-                **{f"{BASELINE} × {times:g}": own for times, own in self._curves(name)},
+                **{f"{BASELINE} × {times:g}": own for times, own in curve.items()},
                 **self.ablation_specs(name),
             }
             names = {spec: what for what, own in parts.items() for spec in own}
             for spec in in_turn(parts.values()):
                 if not known.of([spec]):
                     yield name, names[spec], spec
-
-    def _curves(self, name: str) -> Iterable[tuple[float, list[RunSpec]]]:
-        return self.curve_specs(name).items() if BASELINE in self.arms else ()
 
     def run(
         self, data_dir: Path | None, jobs: int, on_record: Callable[[str, str, Record], None] = lambda *said: None
@@ -459,7 +240,7 @@ class Study:
         for name, cell in self.cells.items():
             done = len(self.records(name).every())
             arms = self.arms_of(name)
-            tuning = sum(cell.search_less.get(arm, cell.arms.get(arm, 0)) for arm in arms)
+            tuning = sum(map(cell.budget, arms))
             final = sum(map(cell.seeds_of, arms)) * max(1, len(cell.rates))
             more = cell.curve_seeds * sum(cell.curve) if BASELINE in self.arms else 0
             ablations = len(cell.ablations) * cell.few_seeds if "Anova" in self.arms else 0

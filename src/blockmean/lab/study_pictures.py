@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 
 from blockmean.lab.picture import Picture, save
 from blockmean.lab.spec import RunSpec
-from blockmean.lab.study import ARMS, BASELINE, Study
+from blockmean.lab.study import Study
+from blockmean.lab.study_cells import ARMS, BASELINE
 from blockmean.lab.study_results import tokens_curve
 from blockmean.lab.tasks import epoch_length
 from blockmean.lab.tokens import CONTEXT

@@ -18,7 +18,8 @@ from blockmean.lab.compare import (
     pairs,
 )
 from blockmean.lab.race import held_out_loss
-from blockmean.lab.study import AXES, BASELINE, Cell, Findings, Study
+from blockmean.lab.study import Findings, Study
+from blockmean.lab.study_cells import AXES, BASELINE, Cell
 from blockmean.lab.study_search import at_edge
 from blockmean.lab.train import Record
 
@@ -130,7 +131,7 @@ def settings_table(study: Study, name: str) -> Table:
     cell, found = study.cells[name], study.findings(name)
     rows = []
     for arm, search in found.searches.items():
-        budget = cell.search_less.get(arm, cell.arms.get(arm, 0))
+        budget = cell.budget(arm)
         if budget and not search.tried:
             continue
         edges = at_edge(search.best, study.axes(name, arm)) if budget else []

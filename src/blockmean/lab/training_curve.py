@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +25,11 @@ MOST_POINTS = 500
 
 
 def draw_training_curves(records: Sequence[Record], path: Path) -> Picture:
-    """Training loss against steps and against processor seconds, and the test error after every epoch."""
+    """Training loss against steps and against processor seconds; held-out loss and error after every epoch."""
     spec = records[0]["spec"]
-    figure = Figure(figsize=(12.5, 4.2), layout="constrained")
-    axes = figure.subplots(1, 3)
-    by_step, by_second, errors = axes
+    figure = Figure(figsize=(9.5, 7), layout="constrained")
+    axes = list(figure.subplots(2, 2).flat)
+    by_step, by_second, held_out, errors = axes
     free = iter(FURTHER)
     for record in records:
         name = record["spec"]["optimizer"]
@@ -42,13 +43,17 @@ def draw_training_curves(records: Sequence[Record], path: Path) -> Picture:
             by_step.plot(at, [record["losses"][step - 1] for step in at], color=colour, alpha=0.25, linewidth=0.8)
         by_step.plot(at, shown, color=colour, label=label)
         by_second.plot([seconds_after(record, step) for step in at], shown, color=colour)
-        tests = [epoch["test_error"] for epoch in record["epochs"]]
-        errors.plot(range(1, len(tests) + 1), tests, color=colour, marker="o", markersize=3)
+        epochs = range(1, len(record["epochs"]) + 1)
+        for ax, name in ((held_out, "test_loss"), (errors, "test_error")):
+            values = [math.nan if epoch[name] is None else epoch[name] for epoch in record["epochs"]]
+            ax.plot(epochs, values, color=colour, marker="o", markersize=3)
     images = spec["loss"] == "cross_entropy"
     by_step.set(xlabel="step", ylabel=f"training loss ({spec['loss'].replace('_', '-')}), smoothed")
     by_second.set(xlabel="processor seconds, one thread")
-    errors.set(xlabel="epoch", ylabel=LOSSES[spec["loss"]].unit if not images else "test error", ylim=(0, None))
-    errors.xaxis.set_major_locator(MaxNLocator(integer=True))
+    held_out.set(xlabel="epoch", ylabel="held-out loss", ylim=(0, None))
+    errors.set(xlabel="epoch", ylabel=f"held-out {'error' if images else LOSSES[spec['loss']].unit}", ylim=(0, None))
+    for ax in (held_out, errors):
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if images:
         errors.yaxis.set_major_formatter(PercentFormatter(1.0))
     for ax in (by_step, by_second):
