@@ -18,6 +18,8 @@ NOISE, LEAST = 2.0**-19, 2.0**-18
 """Shares of a gradient, and of a row's square, that may be rounding errors of float32."""
 FORGET = 0.95
 """ρ: decay of the averages that U and V follow."""
+LONGEST = 2e-2
+"""What a grand mean that agrees over steps moves by at most."""
 INERTIA, CLOSEST = 1e-3, 1e-5
 """How much of the old columns is added to new ones, and how close to parallel columns may be."""
 
@@ -37,6 +39,7 @@ class PlainAnova(torch.optim.Optimizer):
     Args:
         params, lr, betas, eps, weight_decay, mean_beta, refresh_every: as in `blockmean.Anova`.
         fixed_factor: c = 1 instead of the measured one.
+        no_lift: no longer steps of grand means that agree.
         remainder_per_entry: one second moment for each entry of E instead of one per row.
         own_sketches: X ← average of G Gᵀ U and Y ← average of Gᵀ G V instead of G V Kᵀ and Gᵀ U K.
         means_everywhere: means for vocabularies too, whose sides differ by more than a factor of 16.
@@ -54,6 +57,7 @@ class PlainAnova(torch.optim.Optimizer):
         mean_beta: float = 0.95,
         refresh_every: int = 5,
         fixed_factor: bool = False,
+        no_lift: bool = False,
         remainder_per_entry: bool = False,
         own_sketches: bool = False,
         means_everywhere: bool = False,
@@ -122,8 +126,12 @@ def with_means(state: State, G: Tensor, k: int, group: dict[str, Any]) -> Tensor
     roots = [(v / w).sqrt() + group["eps"] + floor for v, w, floor in zip(state["v"], weights, floors, strict=True)]
     K, R, L, E = split(M / (1 - beta1**t), U, V)
     root_E = roots[3] if per_entry else roots[3][:, None]
-    delta = U @ (K / roots[0]) @ V.T + R / roots[1] @ V.T + U @ (L / roots[2][:, None]) + E / root_E
-    c = 1.0 if group["fixed_factor"] else state["c"].clamp(max=largest_factor(group["lr"]))
+    c = torch.ones(()) if group["fixed_factor"] else state["c"].clamp(max=largest_factor(group["lr"]))
+    K = K / roots[0]
+    agreement = (((1 + beta1) * K.square() - 1) / beta1).clamp(0, 1).square()
+    lift = (2 / math.pi * (units * inputs) ** 0.5 * agreement).clamp(max=LONGEST / group["lr"]) / c
+    K = K if group["no_lift"] else K * lift.clamp(min=1)
+    delta = U @ K @ V.T + R / roots[1] @ V.T + U @ (L / roots[2][:, None]) + E / root_E
     if age % group["refresh_every"] == 0:
         refresh(state, seen, weights, group)
     update: Tensor = c * delta

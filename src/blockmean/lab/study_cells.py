@@ -143,6 +143,7 @@ ABLATIONS = {
     "refresh_every=1": Arm("Anova", options={"refresh_every": 1}),
     "refresh_every=20": Arm("Anova", options={"refresh_every": 20}),
     "factor fixed at 1": Arm("PlainAnova", options={"fixed_factor": True}),
+    "no lift": Arm("PlainAnova", options={"no_lift": True}),
     "second moments of E per entry": Arm("PlainAnova", options={"remainder_per_entry": True}),
     "sketches G Gᵀ U and Gᵀ G V": Arm("PlainAnova", options={"own_sketches": True}),
     "means on embeddings and output": Arm("PlainAnova", options={"means_everywhere": True}),
