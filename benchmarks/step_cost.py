@@ -1,11 +1,11 @@
-"""What the step costs a training iteration, and the peak memory of steps, beside AdamW's.
+"""What the step costs a training iteration, and the peak memory of steps, beside torch's fused AdamW.
 
     python benchmarks/step_cost.py [--repetitions 30] [--out benchmarks/results/step_cost.json]
 
 One thread. Iterations are forward, backward and step of tasks of the race, of two layers of the small GPT-2 on 2,048
 tokens, and of the paper's two networks, on random inputs, interleaved; those of the paper stand beside torch's fused
-Adagrad. Peak memory is that of a process that takes
-three steps of 12 million parameters. `blockmean bench step` times steps alone.
+Adagrad. Peak memory is that of a process that takes three steps of 12 million parameters. `blockmean bench step` times
+steps alone.
 """
 
 from __future__ import annotations
@@ -33,6 +33,15 @@ PAPER = {"paper-small": ("small", (1, 28, 28)), "paper-large": ("large", (3, 32,
 """The paper's networks, and the images that they take, 100 at a time."""
 
 
+FUSED = "AdamW, fused"
+
+
+def optimizer_for(arm: str, model: nn.Module) -> torch.optim.Optimizer:
+    if arm == FUSED:
+        return make("AdamW", model, 1e-3, {**ARMS["AdamW"].options, "fused": True})
+    return make(ARMS[arm].optimizer, model, 1e-3, ARMS[arm].options)
+
+
 def wide() -> nn.Module:
     """Twelve million parameters in 24 tensors: more than a cache holds."""
     return nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(12)))
@@ -45,9 +54,9 @@ def set_gradients(params: list[nn.Parameter]) -> None:
 
 
 def iterations(name: str) -> dict[str, Callable[[], object]]:
-    """Forward, backward and step of a task with AdamW, our own and SOAP."""
+    """Forward, backward and step of a task with both forms of AdamW, our own and SOAP."""
     task, found = TASKS[name], {}
-    for arm in ("AdamW", "AdamBMA", "Anova", "SOAP"):
+    for arm in (FUSED, "AdamW", "AdamBMA", "Anova", "SOAP"):
         torch.manual_seed(0)
         model = make_model(task)
         image = DATASETS[task.dataset].image
@@ -56,7 +65,7 @@ def iterations(name: str) -> dict[str, Callable[[], object]]:
             y = x.flatten(1) if task.loss == "reconstruction" else torch.randint(10, (task.batch,))
         else:
             x, y = torch.randint(vocabulary(task.dataset), (2, task.batch, CONTEXT))
-        optimizer = make(ARMS[arm].optimizer, model, 1e-3, ARMS[arm].options)
+        optimizer = optimizer_for(arm, model)
         times = 10 if task.batch > 64 else 3
         found[arm] = partial(iterate, model, optimizer, LOSSES[task.loss].mean, x, y, times)
     return found
@@ -65,12 +74,12 @@ def iterations(name: str) -> dict[str, Callable[[], object]]:
 def gpt_2_iterations() -> dict[str, Callable[[], object]]:
     """The same for two layers of the small GPT-2 on 2,048 tokens, a refresh of Anova included; SOAP takes minutes."""
     found = {}
-    for arm in ("AdamW", "AdamBMA", "Anova"):
+    for arm in (FUSED, "AdamW", "AdamBMA", "Anova"):
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(768, 12, 3072, dropout=0, batch_first=True, norm_first=True)
         model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         x, y = torch.randn(2, 8, 256, 768)
-        optimizer = make(ARMS[arm].optimizer, model, 1e-3, ARMS[arm].options)
+        optimizer = optimizer_for(arm, model)
         found[arm] = partial(iterate, model, optimizer, nn.functional.mse_loss, x, y, 5)
     return found
 
@@ -104,7 +113,7 @@ def peak(name: str) -> None:
     """
 
     def run(model: nn.Module) -> object:
-        optimizer = make(ARMS[name].optimizer, model, 1e-3, ARMS[name].options)
+        optimizer = optimizer_for(name, model)
         for _ in range(3):
             optimizer.step()
         return optimizer

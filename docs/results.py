@@ -228,7 +228,7 @@ def iterations() -> str:
     record = json.loads(ITERATIONS.read_text())
     ratios = {(row["optimizer"], row["task"]): f"{row['ratio']['median']:.2f}" for row in record["rows"]}
     tasks = [task for arm, task in ratios if arm == "Anova"]
-    rows = [[arm, *(ratios.get((arm, task), "–") for task in tasks)] for arm in ("AdamBMA", "Anova", "SOAP")]
+    rows = [[arm, *(ratios.get((arm, task), "–") for task in tasks)] for arm in ("AdamW", "AdamBMA", "Anova", "SOAP")]
     paper = [f"{ratio} on {task}" for (arm, task), ratio in ratios.items() if arm == "AdaGradBMA"]
     beside_fused = f"`AdaGradBMA`, times torch's fused Adagrad: {', '.join(paper)}.\n\n" if paper else ""
     beyond = record["peak_beyond_adamw"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
+import io
 import re
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from support.scripts import load_script
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+"""Code, and what it prints where the page shows that."""
+NUMBER = re.compile(r"\d[\d,]*\.?\d*")
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -35,13 +39,24 @@ def run_blocks(text: str, name: str) -> int:
         line = text.count("\n", 0, block.start(1))
         if block[1].lstrip().startswith(">>>"):
             test = doctest.DocTestParser().get_doctest(block[1], namespace, name, name, line)
-            printed: list[str] = []
-            runner.run(test, out=printed.append, clear_globs=False)
-            assert not runner.failures, "".join(printed)
+            said: list[str] = []
+            runner.run(test, out=said.append, clear_globs=False)
+            assert not runner.failures, "".join(said)
             namespace = test.globs
         else:
-            exec(compile("\n" * line + block[1], name, "exec"), namespace)
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(compile("\n" * line + block[1], name, "exec"), namespace)
+            if block[2]:
+                check_output(printed.getvalue(), block[2])
     return len(blocks)
+
+
+def check_output(found: str, shown: str) -> None:
+    """Raise unless words are equal and numbers near: runs of training differ between processors."""
+    assert NUMBER.sub("#", found).split() == NUMBER.sub("#", shown).split()
+    numbers = ([float(x.replace(",", "")) for x in NUMBER.findall(text)] for text in (found, shown))
+    for one, other in zip(*numbers, strict=True):
+        assert one == pytest.approx(other, rel=0.1, abs=0.005)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -61,6 +76,9 @@ def test_a_wrong_block_is_noticed():
         run_blocks("```python\n>>> 1 + 1\n3\n```\n", "wrong")
     with pytest.raises(ZeroDivisionError):
         run_blocks("```python\nx = 0\n```\ntext\n```python\n1 / x\n```\n", "wrong")
+    for shown in ("loss 0.2", "lost 0.1"):
+        with pytest.raises(AssertionError):
+            run_blocks(f"```python\nprint('loss 0.1')\n```\n\n```\n{shown}\n```\n", "wrong")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

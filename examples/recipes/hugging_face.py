@@ -7,7 +7,7 @@ import tempfile
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from blockmean import Anova, diagnose
+from blockmean import Anova, diagnose, param_groups
 
 CONTEXT = 32
 text = "".join(f"{a} + {b} = {a + b}\n" for a in range(30) for b in range(30))
@@ -26,12 +26,12 @@ with tempfile.TemporaryDirectory() as folder:
         learning_rate=3e-3,
         lr_scheduler_type="cosine",
         warmup_steps=10,
-        weight_decay=0.1,
         logging_steps=20,
         report_to="none",
         use_cpu=True,
     )
-    trainer = Trainer(model, args, train_dataset=samples, optimizer_cls_and_kwargs=(Anova, {"lr": args.learning_rate}))
+    options = {"params": param_groups(model, weight_decay=0.1), "lr": args.learning_rate}
+    trainer = Trainer(model, args, train_dataset=samples, optimizer_cls_and_kwargs=(Anova, options))
     trainer.train()
 for entry in trainer.state.log_history:
     if "loss" in entry:

@@ -205,7 +205,7 @@ def test_the_command_shows_its_plan_and_what_the_records_say(tmp_path):
     said = command("--plan", "--records", tmp_path)
     assert said.exit_code == 0, said.output
     assert all(name in said.output for name in PROFILES["quick"])
-    assert "processor hours in all" in said.output
+    assert "of processor time" in said.output
     kept = study.file("S").read_text()
     shown = command("--show-only", "--cells", "S", "--arms", "AdamW;Anova", "--records", tmp_path, "--out", tmp_path)
     assert shown.exit_code == 0, shown.output

@@ -259,25 +259,41 @@ def _show_study(found: Study, out: Path) -> None:
     from blockmean.lab.study_pictures import draw_cell
     from blockmean.lab.study_results import notes, tables
 
+    wide = console.width >= WIDE
     for name in found.cells:
         for cells in tables(found, name):
-            console.print(_rich(cells))
+            if wide:
+                console.print(_rich(cells))
+            elif ": sensitivity" not in cells.title:  # a narrow window breaks its numbers
+                console.print(_rich(cells, {i: x for i, x in enumerate(cells.header) if x not in WIDE_ONLY}))
         if found.findings(name).final:
             console.print(str(draw_cell(found, name, out / f"study-{name}").png), soft_wrap=True)
     for note in notes(found):
         console.print(note, soft_wrap=True)
+    if not wide:
+        console.print(f"A window of {WIDE} columns shows the whole tables.", style="dim")
 
 
 def _show_plan(found: Study) -> None:
     """The runs of every cell, and how long they take."""
-    shown = Table("cell", "task", "arms", "tuning runs, at most", "final runs", "curve, ablations", "done", "hours")
+    shown = Table("cell", "task", "tuning", "final", "more", "done", "time")
     total = 0.0
     for row in found.plan():
-        cell, total = found.cells[row.cell], total + row.hours
-        counts = (row.tuning, row.final, f"{row.more:g}", row.done, f"{row.hours:.1f}")
-        shown.add_row(row.cell, cell.task.title, "; ".join(found.arms_of(row.cell)), *map(str, counts))
+        total += row.hours
+        counts = (row.tuning, row.final, f"{row.more:g}", row.done, _duration(row.hours))
+        shown.add_row(row.cell, found.cells[row.cell].task.title, *map(str, counts))
     console.print(shown)
-    console.print(f"{total:.1f} processor hours in all, by the seconds of the runs so far.", soft_wrap=True)
+    for name in found.cells:
+        console.print(f"{name}: {'; '.join(found.arms_of(name))}", soft_wrap=True)
+    console.print(
+        "Numbers are runs: to tune at most, with fresh seeds, and more for AdamW's curve and ablations. In all "
+        f"{_duration(total)} of processor time, by the runs so far or a guess where there are none.",
+        soft_wrap=True,
+    )
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
 
 
 def _list(profile: str) -> None:
@@ -295,6 +311,9 @@ def _list(profile: str) -> None:
 
 WIDE = 170
 """Columns of a window in which the whole table of a task can be read."""
+
+WIDE_ONLY = {"seeds", "σ", "p", "iteration × AdamW's", "optimizer's share", "bytes/param", "tuning runs"}
+"""Columns of a study that a narrower window does not show."""
 
 MAIN_COLUMNS = {0: "optimizer", 3: "final loss", 5: "verdict", 7: "steps × AdamW's", 9: "seconds × AdamW's"}
 """Those of a race that a narrower window shows."""

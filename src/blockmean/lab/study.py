@@ -261,7 +261,7 @@ class Study:
                 for other, cell in self.cells.items()
                 if (per_step := _seconds_per_step(self.records(other).every())) is not None
             }
-            mine = next(iter(guesses.values()), _work(task) / 4e10)
+            mine = next(iter(guesses.values()), max(_work(task) / 4e10, 0.02))
         return 1.04 * mine * task.steps
 
 
