@@ -8,7 +8,7 @@ import torch
 
 from blockmean import Anova
 from blockmean.optim import kernels
-from blockmean.optim.decomposition import longest_factor
+from blockmean.optim.decomposition import max_factor
 
 if not kernels.is_available():
     pytest.skip("the kernels were not built", allow_module_level=True)
@@ -234,7 +234,7 @@ def compare(state, param, reference, scale):
     precision = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[param.dtype]
     # Where U or V is square, R or L is rounding error only, of which a step takes a part, times the largest factor.
     of_step = 1 / 4 if k == O or q == I else scale * ROUNDING
-    longest = 3 * NUMBERS["lr"] * longest_factor(NUMBERS["lr"])
+    longest = 3 * NUMBERS["lr"] * max_factor(NUMBERS["lr"])
     assert error <= (precision + ROUNDING) * np.abs(expected["theta"]).max() + of_step * longest
 
 

@@ -28,6 +28,25 @@ def positive_steps(optimizer, params, count, seed=0):
         optimizer.step()
 
 
+LOST = [
+    *((AdamBMA, name) for name in ("exp_avg", "exp_avg_sq")),
+    (AdaGradBMA, "sum"),
+    *((Anova, name) for name in ("exp_avg", "means_start_step", "unit_means", "input_means", "grand_means")),
+]
+
+
+@pytest.mark.parametrize(("cls", "name"), LOST)
+def test_state_that_somebody_has_deleted_is_missed_before_anything_changes(cls, name):
+    param, options = zeros(12, 20), {"means": 2} if cls is Anova else {}
+    optimizer = cls([param], **options)
+    positive_steps(optimizer, [param], 2)
+    del optimizer.state[param][name]
+    kept = param.detach().clone()
+    with pytest.raises(ValueError, match=f"has lost {name} of a parameter. Construct the optimizer anew"):
+        positive_steps(optimizer, [param], 1)
+    assert torch.equal(param, kept)
+
+
 # -------------------------------------------------------------------- options
 
 
@@ -192,7 +211,7 @@ def test_a_moment_that_does_not_fit_is_an_error_before_anything_changes(cls, fus
         moment = optimizer.state[a][name]
         moment.data = moment.data[:3, :3]
     before = snapshot(optimizer)
-    with pytest.raises((AttributeError, RuntimeError, TypeError)):  # whatever torch says of it
+    with pytest.raises(ValueError if how == "deleted" else RuntimeError):  # torch's, of other shapes
         positive_steps(optimizer, [a, b], 1)
     assert_same(snapshot(optimizer), before)
 

@@ -437,10 +437,10 @@ class DenseAnova:
         self.Y = 0.95 * self.Y + 0.05 * (G.T @ U @ (U.T @ G @ V) if self.k else G.T @ G @ V)
         if self.t % self.every == 0:
             self.U, self.V = self.orthonormal(self.X, U), self.orthonormal(self.Y, V)
-            turn_U, turn_V = (U.T @ self.U) ** 2, (V.T @ self.V) ** 2
-            self.v[0] = turn_U.T @ self.v[0] @ turn_V
-            self.v[1] = self.v[1] @ turn_V
-            self.v[2] = turn_U.T @ self.v[2]
+            by_U, by_V = (U.T @ self.U) ** 2, (V.T @ self.V) ** 2
+            self.v[0] = by_U.T @ self.v[0] @ by_V
+            self.v[1] = self.v[1] @ by_V
+            self.v[2] = by_U.T @ self.v[2]
             self.X, self.Y = self.U @ self.U.T @ self.X, self.V @ self.V.T @ self.Y
             for i, (square, beta) in enumerate(zip(self.mean_squares(average), decays, strict=True)):
                 w = np.array([(1 - beta1) * beta1**j for j in range(self.t)]) / (1 - beta1**self.t)

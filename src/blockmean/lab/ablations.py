@@ -18,7 +18,7 @@ NOISE, LEAST = 2.0**-19, 2.0**-18
 """Shares of a gradient, and of a row's square, that may be rounding errors of float32."""
 FORGET = 0.95
 """ρ: decay of the averages that U and V follow."""
-LONGEST = 2e-2
+MAX_LIFT = 2e-2
 """What a grand mean that agrees over steps moves by at most."""
 INERTIA, CLOSEST = 1e-3, 1e-5
 """How much of the old columns is added to new ones, and how close to parallel columns may be."""
@@ -129,7 +129,7 @@ def with_means(state: State, G: Tensor, k: int, group: dict[str, Any]) -> Tensor
     c = torch.ones(()) if group["fixed_factor"] else state["c"].clamp(max=largest_factor(group["lr"]))
     K = K / roots[0]
     agreement = (((1 + beta1) * K.square() - 1) / beta1).clamp(0, 1).square()
-    lift = (2 / math.pi * (units * inputs) ** 0.5 * agreement).clamp(max=LONGEST / group["lr"]) / c
+    lift = (2 / math.pi * (units * inputs) ** 0.5 * agreement).clamp(max=MAX_LIFT / group["lr"]) / c
     K = K if group["no_lift"] else K * lift.clamp(min=1)
     delta = U @ K @ V.T + R / roots[1] @ V.T + U @ (L / roots[2][:, None]) + E / root_E
     if age % group["refresh_every"] == 0:

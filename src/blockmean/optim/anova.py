@@ -50,6 +50,7 @@ from blockmean.optim.base import (
     arithmetic,
     distinct,
     given_names,
+    incomplete,
     require_state,
     shown_names,
 )
@@ -85,6 +86,9 @@ from blockmean.optim.kernels.anova import NativeMatrices, of_device, serves, why
 from blockmean.optim.kernels.triton_anova import TritonStep
 from blockmean.optim.refresh import bounds_of, refresh_, set_factor_, start_, waking
 from blockmean.optim.sharding import local
+
+WITH_MEANS = frozenset(("means_start_step", *MEANS))
+"""State of a matrix with means, besides the average gradient."""
 
 
 class Anova(BaseOptimizer):
@@ -130,6 +134,7 @@ class Anova(BaseOptimizer):
 
     counters = ("step", "means_start_step")
     entry_state = ("exp_avg",)
+    needed_state = frozenset(entry_state)
 
     def __init__(
         self,
@@ -159,9 +164,8 @@ class Anova(BaseOptimizer):
         if ranges:
             require_number(group["eps"], "eps", owner)
         require_adamw(group, owner)
-        require(
-            isinstance(group["capturable"], bool), "capturable", owner, "True or False", group["capturable"], TypeError
-        )
+        capturable = group["capturable"]
+        require(isinstance(capturable, bool), "capturable", owner, "True or False", capturable, TypeError)
         self._check_decays(group)
 
     def _check_decays(self, group: dict[str, Any]) -> None:
@@ -210,13 +214,13 @@ class Anova(BaseOptimizer):
     def _with_means(self, param: Tensor, group: dict[str, Any], state: State) -> State:
         """The state of a matrix whose means start in its next step. AdamW may have trained it so far."""
         average = sharding.like(param, local(state["exp_avg"]).contiguous(), range(param.ndim))
-        began = state["step"].detach().to("cpu", torch.float32, copy=True)
+        start = state["step"].detach().to("cpu", torch.float32, copy=True)
         means = mean_state(param, *means_of(param.shape, group["means"]))
-        if steps := int(began):  # of AdamW
+        if steps := int(start):  # of AdamW
             of_average, _, of_rest = local(means["grand_means"])[-3:].unbind()
             of_average.fill_(1 - group["betas"][0] ** steps)
             of_rest.fill_(1 - group["betas"][1] ** steps)
-        return {**state, "step": began.clone(), "exp_avg": average, "means_start_step": began, **means}
+        return {**state, "step": start.clone(), "exp_avg": average, "means_start_step": start, **means}
 
     def check_state(self, number: int, group: dict[str, Any], states: Mapping[int, State]) -> None:
         current, owner = self.param_groups[number], type(self).__name__
@@ -231,7 +235,7 @@ class Anova(BaseOptimizer):
             if not any(asked) or "exp_avg_sq" in state:  # AdamW's: if it has means, they start in the next step
                 require_state(current, i, state, owner, ("exp_avg", "exp_avg_sq"))
                 continue
-            require_state(current, i, state, owner, ("exp_avg",), (*MEANS, "means_start_step"))
+            require_state(current, i, state, owner, ("exp_avg",), tuple(WITH_MEANS))
             if counts(state) != asked:
                 raise ValueError(other_means({**group, "params": current["params"]}, i, state, asked, owner))
             if [tuple(state[name].shape) for name in MEANS] != mean_shapes(params[i].shape, *asked):
@@ -262,7 +266,9 @@ class Anova(BaseOptimizer):
                     f"{shown_names(group)[i]}. Construct the optimizer anew."
                 )
             asked = means_of(shape, group["means"])
-            if "unit_means" in state:
+            if "means_start_step" in state or "unit_means" in state:
+                if not state.keys() >= WITH_MEANS:
+                    raise ValueError(incomplete(self, state, WITH_MEANS))
                 if counts(state) != asked:
                     raise ValueError(other_means(group, i, state, asked, type(self).__name__))
             elif asked == (0, 0):

@@ -11,7 +11,7 @@ A new optimizer implements `init_state`, `read` and `write`, and checks its opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, overload
@@ -34,16 +34,7 @@ NOT_OPTIONS = ("self", "params", "__class__")
 AS_CONSTRUCTED = ("foreach", "fused", "capturable", "differentiable", "partition")
 """Options that no checkpoint changes: how a step is computed, and what its partition is called here."""
 
-TORCH_STATE = {
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "exp_inf",
-    "mu_product",
-    "sum",
-    "momentum_buffer",
-    "square_avg",
-}
+MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "mu_product", "sum", "square_avg", "momentum_buffer"}
 """By what the states of torch's optimizers are told apart."""
 
 
@@ -55,9 +46,7 @@ class GroupStep:
     group: dict[str, Any]
     params: list[Tensor]  # all parameters of the group, each once
     grads: dict[int, Tensor]  # what this process has of the gradients, by index
-    states: dict[
-        int, State
-    ]  # of parameters with a gradient; new ones are stored once all gradients are known as finite
+    states: dict[int, State]  # of those with a gradient; new ones are stored once all gradients are known as finite
     sums: list[Sum] = field(default_factory=list)  # set by `read`, of the same shapes in every step
     evidence: list[Tensor] = field(default_factory=list)  # set by `read`: finite if the gradients are
     work: Any = None  # what `read` hands on to `write`
@@ -77,6 +66,8 @@ class BaseOptimizer(Optimizer):
     """State that counts steps: float32 on the CPU, as in torch."""
     entry_state: ClassVar[tuple[str, ...]] = ()
     """Moments: state with one number per entry of a parameter."""
+    needed_state: ClassVar[frozenset[str]] = frozenset()
+    """State without which no step can be taken, once there is any."""
 
     def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
         self.skipped_steps: int | Tensor = 0
@@ -311,12 +302,20 @@ def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> 
     state: State = optimizer.state.get(param, {})
     if "step" not in state:
         return {**state, **optimizer.init_state(param, group)}
+    if not optimizer.needed_state <= state.keys():
+        raise ValueError(incomplete(optimizer, state, optimizer.needed_state))
     if all(state[name].dtype == arithmetic(param.dtype) for name in optimizer.entry_state if name in state):
         return state
     return {
         name: optimizer.adopt(param, name, value) if isinstance(value, Tensor) else value
         for name, value in state.items()
     }
+
+
+def incomplete(optimizer: BaseOptimizer, state: State, needed: Set[str]) -> str:
+    """What to say of a state from which somebody has taken something."""
+    lost = ", ".join(sorted(needed - state.keys()))
+    return f"{type(optimizer).__name__} has lost {lost} of a parameter. Construct the optimizer anew."
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
@@ -430,7 +429,7 @@ def require_state(
     """
     shape = distinct(group)[i].shape
     missing = [name for name in ("step", *moments, *others) if name not in state]
-    foreign = sorted(TORCH_STATE.intersection(state).difference(moments))
+    foreign = sorted(MOMENTS.intersection(state).difference(moments))
     if missing or foreign:
         found = f"lacks {', '.join(missing)}; it has {', '.join(sorted(state))}" if missing else ""
         found = found or f"has {', '.join(foreign)}, which {owner} does not use"

@@ -30,11 +30,10 @@ LEAST = 2.0**-18
 FACTORS = (0.7, 20.0)
 """The range of c."""
 
-LIFT, GENTLE = 7e-3, 3e-2
-"""c lifts no learning rate above LIFT, and is at most √(GENTLE / η), so that a rate still has an effect where c is at
-its limit."""
+MAX_RATE, GENTLE = 7e-3, 3e-2
+"""c η is at most MAX_RATE, and c at most √(GENTLE / η): a rate still has an effect where c is at its limit."""
 
-LONGEST = 2e-2
+MAX_LIFT = 2e-2
 """What a grand mean moves by at most where c η is less."""
 
 Sums = dict[str, list[Tensor]]
@@ -345,28 +344,28 @@ def lift_of(ratio: Tensor, c: Tensor, sizes: Sizes, numbers: Numbers) -> Tensor:
         return torch.ones_like(c)  # a single gradient agrees with itself
     agreement = (ratio.square() * ((1 + beta1) / beta1)).sub_(1 / beta1).clamp_(0, 1).square_()
     size = 2 / math.pi * (entries[:, None, None] if isinstance(entries, Tensor) else entries) ** 0.5
-    return (agreement * (size / c)).minimum(longest_lift(numbers.lr) / c).clamp_(min=1)
+    return (agreement * (size / c)).minimum(max_lift(numbers.lr) / c).clamp_(min=1)
 
 
 def limited_factor(c: Tensor, lr: float | Tensor) -> Tensor:
     """c within its limits at a learning rate; before a first good gradient, it is 0."""
-    longest = longest_factor(lr)
+    longest = max_factor(lr)
     return c.clamp(min=FACTORS[0]).minimum(longest) if isinstance(longest, Tensor) else c.clamp(FACTORS[0], longest)
 
 
-def longest_factor(lr: float | Tensor) -> float | Tensor:
-    """The largest c at a learning rate: √(GENTLE / η), and no rate is lifted above LIFT."""
+def max_factor(lr: float | Tensor) -> float | Tensor:
+    """The largest c at a learning rate: √(GENTLE / η), and no rate is lifted above MAX_RATE."""
     least, most = FACTORS
     if isinstance(lr, Tensor):
         lr = lr.clamp(min=GENTLE / most**2)
-        return (GENTLE / lr).sqrt_().minimum(LIFT / lr).clamp_(min=least)
+        return (GENTLE / lr).sqrt_().minimum(MAX_RATE / lr).clamp_(min=least)
     lr = max(lr, GENTLE / most**2)
-    return max(min(math.sqrt(GENTLE / lr), LIFT / lr), least)
+    return max(min(math.sqrt(GENTLE / lr), MAX_RATE / lr), least)
 
 
-def longest_lift(lr: float | Tensor) -> float | Tensor:
-    """LONGEST, in units of the learning rate, which may be 0."""
-    return LONGEST / lr.abs() if isinstance(lr, Tensor) else LONGEST / max(abs(lr), 1e-30)
+def max_lift(lr: float | Tensor) -> float | Tensor:
+    """MAX_LIFT, in units of the learning rate, which may be 0."""
+    return MAX_LIFT / lr.abs() if isinstance(lr, Tensor) else MAX_LIFT / max(abs(lr), 1e-30)
 
 
 # -------------------------------------------------------------------- pass 2

@@ -21,8 +21,8 @@ namespace {
 constexpr double FORGET = 0.95;      // ρ
 constexpr double LEAST = 0x1p-18;    // share of a row's square that its remainder has at least
 constexpr double NOISE = 0x1p-19;    // what is smaller than this share of a whole counts as noise
-constexpr double LOWEST = 0.7, HIGHEST = 20.0, LIFT = 7e-3, GENTLE = 3e-2;  // limits of c, as in decomposition.py
-constexpr double LONGEST = 2e-2;     // what a grand mean moves by at most where c η is less
+constexpr double LOWEST = 0.7, HIGHEST = 20.0, MAX_RATE = 7e-3, GENTLE = 3e-2;  // limits of c, as in decomposition.py
+constexpr double MAX_LIFT = 2e-2;     // what a grand mean moves by at most where c η is less
 constexpr double INERTIA = 1e-3;     // how much of the old columns is added to new ones of length 1
 constexpr double CLOSEST = 1e-5;     // smallest diagonal entry of a Cholesky factor of unit columns to be trusted
 constexpr double SAFE = 1e-3;        // with all of them above, one Cholesky factor is enough
@@ -188,7 +188,7 @@ struct Lift {
     Lift(const AnovaRule& rule, double entries, double w1, double c)
         : by_weight(float(1 / w1)), beta1(float(rule.beta1)),
           size(beta1 > 0 ? float(M_2_PI * std::sqrt(entries) / c) : 0),  // a single gradient agrees with itself
-          longest(float(LONGEST / most(std::fabs(rule.lr), 1e-30) / c)) {}
+          longest(float(MAX_LIFT / most(std::fabs(rule.lr), 1e-30) / c)) {}
 
     float operator()(float ratio) const {
         const float rho = ratio * by_weight, agreement = ((1 + beta1) * rho * rho - 1) / beta1;
@@ -217,7 +217,7 @@ void precondition(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const auto floor = [&](double entries) { return float(rule.eps + noise / std::sqrt(entries)); };
     const float floor_K = floor(1), floor_R = floor(O), floor_L = floor(I), floor_E = floor(O * I);
     const double lr = most(rule.lr, GENTLE / (HIGHEST * HIGHEST)), gentle = std::sqrt(GENTLE / lr);
-    const double c = most(least(double(m.scalar(FACTOR)), least(LIFT / lr, gentle)), LOWEST);
+    const double c = most(least(double(m.scalar(FACTOR)), least(MAX_RATE / lr, gentle)), LOWEST);
     const Lift lift(rule, O * I, w1, c);
     for (int64_t j = 0; j < m.q; ++j) {
         const float v = lerp(m.v_R()[j], float(m.squares_R[j] / O), means);
@@ -407,7 +407,7 @@ void with_new_basis(const Side& s, const float* A, float* out) {
 }
 
 // W ← W_new and S ← W_new W_newᵀ S; what second moments turn by is (Wᵀ W_new)∘².
-void turn_side(const Side& s, float* block) {
+void refresh_side(const Side& s, float* block) {
     const int64_t w = s.w, stride = padded(w);
     with_new_basis(s, s.basis, s.turn);
     for (int64_t i = 0; i < w * stride; ++i) s.turn[i] *= s.turn[i];
@@ -427,7 +427,7 @@ void turn_side(const Side& s, float* block) {
 }
 
 // M in new coordinates, which `project_average` has left in GV and UG, and second moments.
-void turn_moments(const Matrix& m) {
+void refresh_moments(const Matrix& m) {
     const int64_t k = padded(m.k), q = padded(m.q), stride = m.unit_stride();
     const Side &units = m.of_units, &inputs = m.of_inputs;
     grand(m);
@@ -450,8 +450,8 @@ void turn_moments(const Matrix& m) {
 void turn(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const int64_t k = padded(m.k), q = padded(m.q), stride = m.unit_stride();
     if (m.total[2] != 0) {
-        turn_side(m.of_units, m.block), turn_side(m.of_inputs, m.block);
-        turn_moments(m);
+        refresh_side(m.of_units, m.block), refresh_side(m.of_inputs, m.block);
+        refresh_moments(m);
     } else {
         copy(m.units, m.q, m.MV(), stride, 1, m.GV, q, q);
         over_panels(m, [&](int64_t p, int64_t c, int64_t n, int64_t) {

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from blockmean.optim.base import State
 from blockmean.optim.batches import MEANS, counts
-from blockmean.optim.decomposition import longest_factor, longest_lift
+from blockmean.optim.decomposition import max_factor, max_lift
 
 MOST = 128
 """Columns of U or V: L Lᵀ has to fit into registers."""
@@ -241,7 +241,7 @@ class TritonStep:
         """Update state and parameters. Returns which matrices are due for a refresh, which torch does."""
         ok = torch.ones(1, device=self._device) if ok is None else ok.to(self._device)
         lr, rates = self._numbers["lr"], torch.empty(3, device=self._device)
-        for rate, value in zip(rates, (lr, longest_factor(lr), longest_lift(lr)), strict=True):
+        for rate, value in zip(rates, (lr, max_factor(lr), max_lift(lr)), strict=True):
             rate.fill_(value)
         for (matrices, _), (table, scratch) in zip(self._work, self._read, strict=True):
             matrices.write(table, scratch, ok, rates, self._numbers)
