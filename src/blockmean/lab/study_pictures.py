@@ -40,7 +40,10 @@ def draw_cell(study: Study, name: str, path: Path) -> Picture:
     curve = tokens_curve(study, name)
     if len(curve) > 1:
         dots = [steps * unit / 1e6 for steps, _ in curve], [loss for _, loss in curve]
-        left.plot(*dots, "o", color=ARMS[BASELINE].colour, fillstyle="none", label=f"{BASELINE}, own schedules")
+        left.plot(*dots, "o:", color=ARMS[BASELINE].colour, fillstyle="none", label=f"{BASELINE}, own schedules")
+        left.set_xscale("log", base=2)
+        left.set_xlim(cell.task.steps * unit / 8e6)
+        left.xaxis.set_major_formatter("{x:g}")
     if ends:
         low, high = min(end for _, end in ends), max(start for start, _ in ends)
         left.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
@@ -49,9 +52,11 @@ def draw_cell(study: Study, name: str, path: Path) -> Picture:
     for ax in (left, right):
         ax.grid(alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize=9, frameon=False)
-    return save(
-        figure, path, "Medians over the fresh seeds. Along the run a fixed part of the held-out data is tested."
+    said = (
+        "Medians over the fresh seeds. Along the run a fixed part of the held-out data is tested; a curve is shifted to "
+        "end at the loss on all of it. Circles: AdamW at the end of schedules of that length."
     )
+    return save(figure, path, said)
 
 
 def _course(records: list[Record]) -> tuple[list[float], list[float], list[float]]:
@@ -61,7 +66,8 @@ def _course(records: list[Record]) -> tuple[list[float], list[float], list[float
     steps = [every * (i + 1.0) for i in range(length)]
     losses = [statistics.median(record["epochs"][i]["test_loss"] for record in records) for i in range(length)]
     seconds = [statistics.median(record["epochs"][i]["seconds"] for record in records) for i in range(length)]
-    return steps, losses, seconds
+    shift = statistics.median(record["test_loss"] for record in records) - losses[-1]
+    return steps, [loss + shift for loss in losses], seconds
 
 
 def _line(ax: Axes, xs: list[float], ys: list[float], arm: str) -> None:
