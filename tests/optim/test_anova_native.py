@@ -118,13 +118,13 @@ class Reference:
         GV, UG = G @ self.V, self.U.T @ G
         K = self.U.T @ GV
         SR, LL, rest, e = self.squares(G, GV, UG, K)
+        noise = 2.0**-19 * math.sqrt(total + self.v_K.sum() + O * self.v_R.sum() + I * self.v_L.sum())
         self.MV, self.UM, self.K = lerp(self.MV, GV, 1 - b1), lerp(self.UM, UG, 1 - b1), lerp(self.K, K, 1 - b1)
         self.v_K, self.v_R = lerp(self.v_K, K**2, 1 - bm), lerp(self.v_R, SR / O, 1 - bm)
         self.v_L, self.v_E = lerp(self.v_L, np.diag(LL) / I, 1 - bm), lerp(self.v_E, e / I, 1 - b2)
         self.variance = lerp(self.variance, total / (O * I), 1 - b2)
         self.rest_variance = lerp(self.rest_variance, rest / (O * I), 1 - b2)
         self.X, self.Y = lerp(self.X, GV @ K.T, 0.05), lerp(self.Y, UG.T @ K, 0.05)
-        noise = 2.0**-19 * math.sqrt(total)
         rK, rR, rL, rE = self.roots(n["eps"], noise, (O, I))
         c = min(self.factor, max(min((3e-2 / max(n["lr"], 7.5e-5)) ** 0.5, 7e-3 / max(n["lr"], 7.5e-5)), 0.7))
         self.M = lerp(self.M, G, 1 - b1)

@@ -314,3 +314,40 @@ def test_the_options_of_an_adamw_configuration_are_accepted_where_they_are_false
     for name in ("amsgrad", "differentiable"):
         with pytest.raises(ValueError, match=f"The '{name}' parameter of Anova must be False"):
             Anova([param], **{name: True})
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=["kernels", "torch"])
+@pytest.mark.parametrize("after", [0.0, 1e-3])
+def test_rounding_errors_take_no_full_steps_when_gradients_shrink(options, after):
+    """M keeps the errors of larger gradients, which have one direction here; means that see only errors stay small."""
+    generator = torch.Generator().manual_seed(0)
+    G = torch.outer(torch.randn(64, generator=generator), torch.randn(96, generator=generator))
+    param = nn.Parameter(torch.zeros(64, 96))
+    optimizer = Anova([param], lr=1e-3, weight_decay=0.0, **options)
+    for t in range(40):
+        param.grad = G * (1 + t % 3) * (1.0 if t < 30 else after)
+        before = param.detach().clone()
+        optimizer.step()
+        if t >= 30:  # other directions move by up to 3 rates, all entries together, as before; without memory it is 86
+            assert torch.linalg.svdvals((param.detach() - before).double())[1] < 5e-3
+
+
+def test_state_in_channels_last_is_put_in_order_when_it_is_loaded():
+    param = nn.Parameter(torch.zeros(16, 8, 3, 3))
+    optimizer = Anova([param], lr=1e-3)
+    for grad in noise((16, 8, 3, 3), 6):
+        param.grad = grad
+        optimizer.step()
+    turned = copy.deepcopy(optimizer.state_dict())
+    turned["state"][0] = {
+        name: value.to(memory_format=torch.channels_last) if value.ndim == 4 else value
+        for name, value in turned["state"][0].items()
+    }
+    other = nn.Parameter(param.detach().clone())
+    loaded = Anova([other], lr=1e-3)
+    loaded.load_state_dict(turned)
+    for grad in noise((16, 8, 3, 3), 4):
+        param.grad, other.grad = grad, grad.clone()
+        optimizer.step()
+        loaded.step()
+    assert torch.equal(param, other)

@@ -105,6 +105,7 @@ class Matrix:
         share = min(max(rest / without_V, 0.0), 1.0) if without_V else 0.0
         f = rows - (GV**2).sum(1)
         e = np.maximum.reduce([abs(f - ((U @ LL) * U).sum(1)), share * f, 2.0**-18 * rows])
+        noise = 2.0**-19 * (total + s["v_K"].sum() + O * s["v_R"].sum() + I * s["v_L"].sum()) ** 0.5
         for name, value in (("M", G), ("MV", GV), ("UM", UG), ("K_m", K)):
             average(name, value, beta1)
         for name, value in (("v_K", K**2), ("v_R", squares_R / O), ("v_L", np.diag(LL) / I)):
@@ -114,7 +115,6 @@ class Matrix:
         average("X", GV @ K.T, 1 - 0.95)
         average("Y", UG.T @ K, 1 - 0.95)
 
-        noise = 2.0**-19 * total**0.5
         rK, rR, rL, rE = (
             np.maximum(np.sqrt(s[name] / s[weight]) + rates.eps + noise / size**0.5, 2.0**-63)
             for name, weight, size in (("v_K", "wm", 1), ("v_R", "wm", O), ("v_L", "wm", I), ("v_E", "wE", O * I))

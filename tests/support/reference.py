@@ -415,13 +415,14 @@ class DenseAnova:
         decays = (self.mean_beta, self.mean_beta, self.mean_beta, beta2)
         self.m = beta1 * self.m + (1 - beta1) * G
         average = self.m / (1 - beta1**self.t)
+        known = (G**2).sum() + self.v[0].sum() + O * self.v[1].sum() + I * self.v[2].sum()
         for i, (square, beta) in enumerate(zip(self.mean_squares(G), decays, strict=True)):
             self.v[i] = beta * self.v[i] + (1 - beta) * square
         self.variance = beta2 * self.variance + (1 - beta2) * (G**2).mean()
         self.rest_variance = beta2 * self.rest_variance + (1 - beta2) * (self.coordinates(G)[-1] ** 2).mean()
         if self.t == 1:
             self.c = self.factor(G)
-        size = np.linalg.norm(G) * 2.0**-19
+        size = known**0.5 * 2.0**-19
         noise = [size, size / O**0.5, size / I**0.5, size / (O * I) ** 0.5]
         K, R, L, E = (
             part / (root + floor)

@@ -111,10 +111,11 @@ def with_means(state: State, G: Tensor, k: int, group: dict[str, Any]) -> Tensor
     weights = Parts(*(1 - beta_m**age,) * 3, 1 - beta2**t)
     U, V, (units, inputs) = state["U"], state["V"], G.shape
     parts = split(G, U, V)
-    squares = mean_squares(G, U, V, parts, per_entry)
+    squares, v = mean_squares(G, U, V, parts, per_entry), state["v"]
+    energy = G.square().sum() + v.K.sum() + units * v.R.sum() + inputs * v.L.sum()  # of which a part may be rounding
     seen = state["X"].abs().sum(1) + (G @ V).abs().sum(1), state["Y"].abs().sum(1) + (G.T @ U).abs().sum(1)
     M = state["M"] = average(state["M"], G, beta1)
-    state["v"] = Parts(*map(average, state["v"], squares, (beta_m, beta_m, beta_m, beta2)))
+    state["v"] = Parts(*map(average, v, squares, (beta_m, beta_m, beta_m, beta2)))
     for name, part in (("variance", G), ("rest_variance", parts.E)):
         state[name] = average(state[name], part.square().mean(), beta2)
     own = group["own_sketches"]
@@ -122,7 +123,7 @@ def with_means(state: State, G: Tensor, k: int, group: dict[str, Any]) -> Tensor
     state["Y"] = average(state["Y"], G.T @ (G @ V) if own else G.T @ U @ parts.K, FORGET)
     if age == 1:
         state["c"] = factor(state, G, parts, weights, group)
-    floors = [NOISE * G.norm() / size**0.5 for size in (1, units, inputs, units * inputs)]
+    floors = [NOISE * (energy / size) ** 0.5 for size in (1, units, inputs, units * inputs)]
     roots = [(v / w).sqrt() + group["eps"] + floor for v, w, floor in zip(state["v"], weights, floors, strict=True)]
     K, R, L, E = split(M / (1 - beta1**t), U, V)
     root_E = roots[3] if per_entry else roots[3][:, None]

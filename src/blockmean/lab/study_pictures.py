@@ -53,8 +53,8 @@ def draw_cell(study: Study, name: str, path: Path) -> Picture:
         ax.grid(alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize=9, frameon=False)
     said = (
-        "Medians over the fresh seeds. Along the run a fixed part of the held-out data is tested; a curve is shifted to "
-        "end at the loss on all of it. Circles: AdamW at the end of schedules of that length."
+        "Medians over the fresh seeds. Along the run a fixed part of the held-out data is tested; curves are shifted "
+        "to end at the loss on all of it. Circles: AdamW at the end of schedules of that length."
     )
     return save(figure, path, said)
 

@@ -75,7 +75,7 @@ from blockmean.optim.decomposition import (
     exact,
     mean_squares,
     precondition,
-    project,
+    remembered,
     sums_of,
     sums_of_squares,
     update_,
@@ -242,10 +242,11 @@ class Anova(BaseOptimizer):
                 raise ValueError(f"The means of {shown_names(current)[i]} in the checkpoint are of another shape.")
 
     def adopt(self, param: Tensor, name: str, value: Tensor) -> Tensor:
-        if name not in MEANS:
-            return super().adopt(param, name, value)
-        value = sharding.placed_like(param, value.detach(), sharded_dims(name, value.ndim))
-        return value.to(param.device, arithmetic(param.dtype), copy=True)
+        if name in MEANS:
+            value = sharding.placed_like(param, value.detach(), sharded_dims(name, value.ndim))
+            return value.to(param.device, arithmetic(param.dtype), copy=True).contiguous()
+        value = super().adopt(param, name, value)
+        return value.contiguous() if "unit_means" in self.state.get(param, {}) else value
 
     # ---------------------------------------------------------------- the step
 
@@ -281,10 +282,7 @@ class Anova(BaseOptimizer):
             (native if served else matrices).append(i)
         if group["capturable"]:
             self._check_capturable(step, plain)
-        batches = batches_of(step, matrices) if matrices else []
-        for batch in batches:
-            means = batch.matrices.means
-            batch.products = project(batch.matrices.gradients, means.U, means.V)
+        batches = batches_of(step, matrices)
         step.evidence = [batch.products.total for batch in batches]
         kernels = self._kernels(step, native) if native else None
         if kernels:
@@ -348,10 +346,11 @@ class Anova(BaseOptimizer):
         sharding.reduce(over_processes(batches, sums_of(found)) + over_processes(due, sums_of(awake)))
         for batch, sums in zip(batches, found, strict=True):
             matrices, products = batch.matrices, batch.products
+            total = products.total + remembered(matrices)
             update_moments_(matrices, products, sums)
             if matrices.numbers.is_first:
                 set_factor_(matrices, products.total, *mean_squares(matrices.means.U, products, sums, matrices.sizes))
-            update_(batch.params, matrices, precondition(matrices, products.total))
+            update_(batch.params, matrices, precondition(matrices, total))
         due += late
         awake += [waking(batch.matrices, batch.products) for batch in late]
         if due:
@@ -367,10 +366,7 @@ class Anova(BaseOptimizer):
         left = [native[i] for i in kernels.write(step.ok)]
         if counters := [step.states[i]["step"] for i in native if i not in left]:
             torch._foreach_add_(counters, torch.tensor(1.0, device="cpu"), alpha=1.0)  # faster than a number
-        batches = batches_of(step, left) if left else []
-        for batch in batches:
-            batch.products = project(batch.matrices.gradients, batch.matrices.means.U, batch.matrices.means.V)
-        return batches
+        return batches_of(step, left)
 
     def _apply_adamw(self, step: GroupStep) -> None:
         """torch's AdamW for all tensors without means. It counts their steps, too."""

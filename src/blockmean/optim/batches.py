@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +25,7 @@ from blockmean.optim.decomposition import (
     Reduce,
     Sizes,
     Sums,
+    project,
     split_state,
     state_widths,
 )
@@ -105,7 +106,7 @@ class Batch:
     padded: dict[str, Tensor]  # the state of means, (n, …) each
     matrices: Matrices
     sides: Sides
-    products: Products = field(init=False)
+    products: Products
 
     def store(self) -> None:
         """Write state back where it was copied, and count the step."""
@@ -170,7 +171,8 @@ def _batch(step: GroupStep, indices: list[int]) -> Batch:
         numbers_of(group, states[0]),
     )
     sides = sharding.sides_of(params[0]) if step.is_sharded else sharding.WHOLE
-    return Batch(indices, [local(param) for param in params], states, padded, matrices, sides)
+    products = project(matrices.gradients, matrices.means.U, matrices.means.V)
+    return Batch(indices, [local(param) for param in params], states, padded, matrices, sides, products)
 
 
 def _flat(x: Tensor) -> Tensor:

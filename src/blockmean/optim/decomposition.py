@@ -313,13 +313,24 @@ def corrections(means: Means) -> list[Tensor]:
     return [of_means[..., None], of_means, of_means, of_rest]
 
 
+def remembered(matrices: Matrices) -> Tensor:
+    """The energy of the means of earlier gradients, (n,): M has rounding errors of their size when gradients shrink."""
+    v, (units, inputs, _) = matrices.means.v, matrices.sizes
+    of_units, of_inputs = (x.sum(-1, keepdim=True) * size for x, size in ((v.R, units), (v.L, inputs)))
+    return (of_units + of_inputs).squeeze(-1) + v.K.sum((-2, -1))
+
+
 def precondition(matrices: Matrices, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """η c δ as a diagonal and a product of low rank: diag(d) M + left · right."""
+    """η c δ as a diagonal and a product of low rank: diag(d) M + left · right.
+
+    `total` is the energy of which a part may be rounding errors.
+    """
     means, numbers, (units, inputs, _) = matrices.means, matrices.numbers, matrices.sizes
     U, V, K, MV, UM = means.U, means.V, means.K, means.MV, means.UM
     # What is zero but for rounding must not take a full step.
     noise = (NOISE * total.sqrt())[:, None]
-    floors = noise[..., None], noise * units**-0.5, noise * inputs**-0.5, noise * (units * inputs) ** -0.5
+    by_units, by_inputs = noise * units**-0.5, inputs**-0.5
+    floors = noise[..., None], by_units, noise * by_inputs, by_units * by_inputs
     root_K, root_R, root_L, root_E = roots(means, numbers.eps, floors)
     d = root_E.reciprocal_().unsqueeze(-1)
     c = limited_factor(means.factor, numbers.lr)[:, None, None]
@@ -344,7 +355,9 @@ def lift_of(ratio: Tensor, c: Tensor, sizes: Sizes, numbers: Numbers) -> Tensor:
         return torch.ones_like(c)  # a single gradient agrees with itself
     agreement = (ratio.square() * ((1 + beta1) / beta1)).sub_(1 / beta1).clamp_(0, 1).square_()
     size = 2 / math.pi * (entries[:, None, None] if isinstance(entries, Tensor) else entries) ** 0.5
-    return (agreement * (size / c)).minimum(max_lift(numbers.lr) / c).clamp_(min=1)
+    longest, lifted = max_lift(numbers.lr), agreement * size
+    lifted = lifted.minimum(longest) if isinstance(longest, Tensor) else lifted.clamp_(max=longest)
+    return lifted.div(c).clamp_(min=1)
 
 
 def limited_factor(c: Tensor, lr: float | Tensor) -> Tensor:
@@ -358,7 +371,7 @@ def max_factor(lr: float | Tensor) -> float | Tensor:
     least, most = FACTORS
     if isinstance(lr, Tensor):
         lr = lr.clamp(min=GENTLE / most**2)
-        return (GENTLE / lr).sqrt_().minimum(MAX_RATE / lr).clamp_(min=least)
+        return lr.rsqrt().mul_(GENTLE**0.5).minimum(MAX_RATE / lr).clamp_(min=least)
     lr = max(lr, GENTLE / most**2)
     return max(min(math.sqrt(GENTLE / lr), MAX_RATE / lr), least)
 

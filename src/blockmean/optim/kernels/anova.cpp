@@ -204,15 +204,17 @@ void precondition(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const float fresh = float(1 - rule.beta1), means = float(1 - rule.mean_beta), rest = float(1 - rule.beta2);
     lerp(m.scalar(W1), 1, fresh), lerp(m.scalar(WM), 1, means), lerp(m.scalar(WE), 1, rest);
     const double w1 = m.scalar(W1), wm = m.scalar(WM), wE = m.scalar(WE);
+    // Rounding errors are those of what M remembers, too (decomposition.py, `remembered`).
+    const auto sum = [](const float* v, int64_t n) { double all = 0; for (; n; --n) all += *v++; return all; };
+    const double known = sum(m.v_K(), m.k * m.q) + O * sum(m.v_R(), m.q) + I * sum(m.v_L(), m.k);
     pack_right(m);
-    grand(m);
-    sum_squares(m);
+    grand(m), sum_squares(m);
     lerp(m.scalar(VARIANCE), float(m.total[0] / (O * I)), rest);
     lerp(m.scalar(REST_VARIANCE), float(m.total[1] / (O * I)), rest);
     copy(m.q, m.k, m.K, 1, q, m.KT, k, k);
     multiply<float>(m.units, m.k, m.q, {m.GV, q, 1}, m.KT, k, m.X(), stride, float(1 - FORGET), float(FORGET));
 
-    const double noise = NOISE * std::sqrt(m.total[0]);
+    const double noise = NOISE * std::sqrt(m.total[0] + known);
     const float by_wm = float(1 / wm), by_wE = float(1 / wE);
     const auto floor = [&](double entries) { return float(rule.eps + noise / std::sqrt(entries)); };
     const float floor_K = floor(1), floor_R = floor(O), floor_L = floor(I), floor_E = floor(O * I);

@@ -86,7 +86,7 @@ def scratch_lengths(shape: Shape, tiles: int, strips: int, rows: int, columns: i
         "R_PARTS": rows * q,  # squares
         "L_PARTS": columns * k * k,  # L Lᵀ
         "SUMS": k * q + q + k * k,  # K | squares of R | L Lᵀ
-        "SCALES": k * q + q + k + 2,  # D_K K_m | D_R | D_L | ‖E‖²/‖F‖² | c
+        "SCALES": k * q + q + k + 3,  # D_K K_m | D_R | D_L | ‖E‖²/‖F‖² | c | what may be rounding
         "ROWS": 4 * O,  # ‖G_i‖² | ‖F_i‖² | v_E as it was | c D_E
         "LEFT": O * (q + k),
         "RIGHT": k * I,

@@ -251,11 +251,15 @@ def update_grand(ok, rates, table, scratch, news, mean_news, rest_news, eps, PAD
     variance, rest_variance = tl.load(scalars), tl.load(scalars + 1)
     w, w_means, w_rest = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
     w, w_means, w_rest = lerp(w, 1.0, news), lerp(w_means, 1.0, mean_news), lerp(w_rest, 1.0, rest_news)
-    noise = tl.sqrt_rn(total) * NOISE
     factor, beta1 = tl.maximum(tl.minimum(factor, tl.load(rates + 1)), LOWEST), tl.maximum(1 - news, ROOT_TINY)
     size = tl.where(news < 1, TWO_BY_PI * tl.sqrt_rn(O * I), 0.0)  # a single gradient agrees with itself
 
     STEP: tl.constexpr = 512 // PAD
+    known = tl.zeros((STEP, PAD), tl.float32)
+    for start in range(0, k, STEP):
+        known += load2(v_K, start + tl.arange(0, STEP), c, q, 1, k, q)
+    known_sum = tl.sum(tl.sum(known, 1), 0) + O * tl.sum(old_R, 0) + I * tl.sum(old_L, 0)
+    noise = tl.sqrt_rn(total + known_sum) * NOISE  # rounding errors are those of what M remembers, too
     squares = tl.zeros((STEP, PAD), tl.float32)
     for start in range(0, k, STEP):
         i = start + tl.arange(0, STEP)
@@ -282,6 +286,7 @@ def update_grand(ok, rates, table, scratch, news, mean_news, rest_news, eps, PAD
     share = rest / without_V
     tl.store(D + k * q + q + k, tl.where(share > 0, tl.minimum(share, 1.0), 0.0))  # 0 for NaN
     tl.store(D + k * q + q + k + 1, factor)
+    tl.store(D + k * q + q + k + 2, noise)
     tl.store(scalars, lerp(variance, total / (O * I), rest_news))
     tl.store(scalars + 1, lerp(rest_variance, rest / (O * I), rest_news))
     tl.store(scalars + 3, w)
@@ -314,8 +319,7 @@ def precondition(ok, table, programs, scratch, rest_news, eps, PAD: tl.constexpr
         e = tl.maximum(tl.abs(f - UL), tl.maximum(share * f, squares * LEAST))
         v = lerp(load1(of_rows + 2 * stride, r, rows), e / I, rest_news)
         tl.store(U_rows + (r * width + width - 1), v, mask=r < rows)
-        noise = tl.sqrt_rn(tl.load(scratch + tl.load(matrix + TOTAL))) * NOISE
-        floor = eps + noise / tl.sqrt_rn(O.to(tl.float32) * I)
+        floor = eps + tl.load(D + k * q + q + k + 2) / tl.sqrt_rn(O.to(tl.float32) * I)
         d = 1 / root(v, tl.load(K_m + 2 * k * q + q + k + 5), floor)
         store1(of_rows + 3 * stride, r, rows, factor * d)
 
