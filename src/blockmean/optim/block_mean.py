@@ -266,9 +266,7 @@ class BlockMeanOptimizer(BaseOptimizer):
                 group["partition"] = "custom" if callable(by) else by  # groups hold plain values only
             with torch.device("cpu"):  # a layout is looked up, never computed with
                 cuts = [cut(names[i], i, param, by, outputs.get(param, 0)) for i, param in enumerate(params)]
-            layout = self._make_layout(len(self.param_groups) - 1, cuts, group)
-            group["blocks"] = layout.fingerprint
-            self._layouts.append(layout)
+            self._layouts.append(self._make_layout(len(self.param_groups) - 1, cuts, group))
         except Exception:
             self.param_groups.pop()
             raise
@@ -338,16 +336,7 @@ class BlockMeanOptimizer(BaseOptimizer):
         for i, state in states.items():  # momentum may have been off so far
             moments = [name for name in self.entry_state if name in state or name != "momentum_buffer"]
             require_state(current, i, state, owner, moments)
-        if group["blocks"] != current["blocks"]:
-            if "partition" in current:
-                kind, way_out = "another partition of", f"Construct {owner} with that partition"
-            else:
-                kind, way_out = "other blocks for", "Load it with the model and the optimizer that it was made with"
-            raise ValueError(
-                f"The checkpoint was made with {kind} parameter group {number}: it has {group['blocks']}, "
-                f"this optimizer {current['blocks']}. {way_out}, or start with fresh state."
-            )
-        remedy = f"Construct {owner} with the model it was saved from, or delete 'U' from the saved states."
+        remedy = f"Construct {owner} with the model and the partition it was saved with, or delete 'U' from the states."
         layout = self._make_layout(number, self._layouts[number].tensors, group)
         check_places(layout, states, shown_names(current), remedy)
 

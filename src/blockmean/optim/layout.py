@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
@@ -143,16 +142,6 @@ class Layout:
         for start, tensor in zip(self.starts, self.cuts, strict=True):
             sizes[start : start + tensor.count] += tensor.sizes
         return sizes
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A short text that depends only on the partition, not on names or the order of tensors."""
-        together: dict[int, list[int]] = {}
-        for i in self.order:
-            together.setdefault(self.starts[i], []).append(self.tensors[i].digest)
-        digest = hashlib.sha256(repr(sorted(sorted(group) for group in together.values())).encode()).hexdigest()
-        entries = sum(tensor.entries for tensor in self.tensors)
-        return f"{self.num_blocks} blocks of {entries} entries, sha256 {digest[:16]}"
 
     @cached_property
     def names(self) -> list[tuple[str, str]]:
