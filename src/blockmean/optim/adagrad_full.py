@@ -11,11 +11,10 @@ from torch.optim.optimizer import ParamsT
 
 from blockmean._checks import require_number
 from blockmean._linalg import LinAlgError, inverse_roots
-from blockmean.optim.base import NOT_OPTIONS, arithmetic, distinct
+from blockmean.optim.base import NOT_OPTIONS, arithmetic
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep, refuse_fused
-from blockmean.optim.layout import Component
+from blockmean.optim.layout import Component, Layout
 from blockmean.optim.passes import move_
-from blockmean.optim.sharding import is_distributed
 
 FULL_LIMIT = 2**30
 """Default limit on the size of H, in bytes; pass `max_bytes` for a larger one."""
@@ -71,22 +70,19 @@ class AdaGradFull(BlockMeanOptimizer):
             require_number(group["lr_decay"], "lr_decay", owner)
             require_number(limit, "max_bytes", owner, optional=True)
 
-    def layout_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Users who choose the full matrix know its cost: no warning."""
-        owner, limit = type(self).__name__, group["max_bytes"]
-        entries = sum(param.numel() for param in distinct(group))
+    def check_size(self, layout: Layout, group: dict[str, Any]) -> None:
+        """Raise if H is too large, or sharded. Users who choose the full matrix know its cost: no warning."""
+        owner, limit, entries = type(self).__name__, group["max_bytes"], layout.num_blocks
         if limit is not None and 8 * entries**2 > limit:
             raise ValueError(
                 f"{owner} would need {8 * entries**2:,} bytes for the matrix of {entries:,} parameters, more than the "
                 f"limit of {limit:,}. Raise max_bytes, split the parameters into groups, or take AdaGradBMA."
             )
-        for i, param in enumerate(distinct(group)):
-            if is_distributed(param):
-                raise ValueError(
-                    f"{owner} needs all entries of all gradients in one place, so it does not take sharded parameters "
-                    f"(DTensor). Parameter {i} is one. Use AdaGradBMA, or DistributedDataParallel."
-                )
-        return {"max_bytes": None}
+        if layout.is_sharded:
+            raise ValueError(
+                f"{owner} needs all entries of all gradients in one place, so it does not take sharded parameters "
+                "(DTensor). Use AdaGradBMA, or DistributedDataParallel."
+            )
 
     def block_sums(self, work: BlockStep) -> Tensor:
         """The gradient itself: every entry is a block."""
