@@ -89,7 +89,9 @@ def test_blocks_that_are_cut_or_coupled_otherwise_are_refused(option, steps):
     made = optimizer.param_groups[0][option]
     for other in ("all", "module", "tensor" if option == "partition" else "some", lambda name, tensor: 1):
         optimizer.param_groups[0][option] = other
-        with pytest.raises(ValueError, match=f"The '{option}' of a parameter group of AdamBMA was '{made}' .* anew."):
+        with pytest.raises(
+            ValueError, match=r"The partition and coupling of .* AdamBMA cannot change. Construct .* anew."
+        ):
             positive_steps(optimizer, params, 1)
         optimizer.param_groups[0][option] = made
         assert_same(snapshot(optimizer), before)

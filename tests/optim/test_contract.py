@@ -210,7 +210,7 @@ def test_parameters_appended_to_a_group_by_hand_are_refused(case):
     train(model, optimizer, 1)
     optimizer.param_groups[0]["params"].append(model.scale)
     before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=rf"{case.owner} had 2 parameters when added, and has 3 now.*add_param_group"):
+    with pytest.raises(ValueError, match=rf"a group of {case.owner} had the shapes .* with add_param_group"):
         train(model, optimizer, 1)
     assert_same(snapshot(optimizer), before)
 

@@ -137,7 +137,9 @@ def test_diagnosis_tells_inputs_of_one_sign_from_centred_ones():
 def test_diagnosis_says_when_it_is_too_early():
     layer = nn.Linear(3, 2)
     optimizer = AdamBMA(layer.named_parameters())
-    with pytest.raises(ValueError, match=r"take some steps first, with correction=True\.$"):
+    with pytest.raises(
+        ValueError, match=r"take some steps .*, with correction=True for a tensor with two dims or more\.$"
+    ):
         diagnose(optimizer)
     layer(torch.ones(3)).sum().backward()
     optimizer.step()
@@ -146,13 +148,13 @@ def test_diagnosis_says_when_it_is_too_early():
 
 def test_without_a_correction_there_is_nothing_to_diagnose():
     _, optimizer = trained(lambda p: AdamBMA(p, correction=False))
-    with pytest.raises(ValueError, match=r"no parameter is corrected \(correction=False"):
+    with pytest.raises(ValueError, match=r"nothing to diagnose yet: .*, with correction=True"):
         diagnose(optimizer)
 
 
 def test_what_anova_needs_is_said_in_its_own_words():
     layer = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=r"take some steps first, with means other than 0\.$"):
+    with pytest.raises(ValueError, match=r"take some steps .*, with means other than 0 for a matrix\.$"):
         diagnose(Anova(layer.named_parameters()))
 
 

@@ -138,7 +138,7 @@ def test_without_means_there_is_nothing_to_report():
     optimizer = Anova([param, bias], means=0)
     take_steps(optimizer, [param, bias], 2)
     assert optimizer.block_statistics() == []
-    with pytest.raises(ValueError, match=r"no parameter has means \(means=0, .* so every step was AdamW's"):
+    with pytest.raises(ValueError, match=r"nothing to diagnose yet: .*, with means other than 0 for a matrix"):
         diagnose(optimizer)
 
 
@@ -147,7 +147,7 @@ def test_gradients_of_zero_are_nothing_to_diagnose():
     param.grad = torch.zeros_like(param)
     optimizer = Anova([param])
     optimizer.step()
-    with pytest.raises(ValueError, match="nothing to diagnose yet: all gradients were zero so far"):
+    with pytest.raises(ValueError, match="nothing to diagnose yet: take some steps with gradients other than zero"):
         diagnose(optimizer)
 
 
@@ -233,7 +233,7 @@ def test_diagnosis_compares_the_share_of_means_with_chance():
 def test_diagnosis_says_when_it_is_too_early():
     param = zeros(12, 10)
     optimizer = Anova([param])
-    with pytest.raises(ValueError, match="nothing to diagnose yet: take some steps first, with means other than 0"):
+    with pytest.raises(ValueError, match=r"nothing to diagnose yet: .*, with means other than 0"):
         diagnose(optimizer)
     take_steps(optimizer, [param], 3)
     assert "Too early" in str(diagnose(optimizer))

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,12 @@ from blockmean.optim.sharding import Sum, local, reduce, sides_of
 from blockmean.optim.statistics import KINDS, arrange, check_places, statistics
 
 ANEW = "Construct the optimizer anew."
+
+MATRIX_LIMIT = 2**30
+"""Largest matrix between blocks that is accepted, in bytes."""
+
+SLOW_MATRIX = 1500
+"""Number of blocks at which one eigendecomposition takes about a second (float64, one core)."""
 
 
 @dataclass
@@ -97,6 +103,9 @@ class BlockMeanOptimizer(BaseOptimizer):
         diagonal_fallbacks: how many eigendecompositions failed and were replaced by the diagonal step.
     """
 
+    leaves_plain: ClassVar[bool] = False
+    """Whether tensors that "unit" and "kernel" cut into single entries are left out of what is coupled."""
+
     def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
         self.diagonal_fallbacks = 0
         self._layouts: list[Layout] = []  # one per group
@@ -119,10 +128,6 @@ class BlockMeanOptimizer(BaseOptimizer):
     def matrices(self, work: BlockStep) -> Iterator[tuple[Component, Tensor]]:
         """A of every component, outside a step, for `block_statistics`."""
         raise NotImplementedError
-
-    def layout_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """What `Layout` has to know about this optimizer."""
-        return {"decompositions": 1.0}
 
     def is_normalised(self, group: dict[str, Any]) -> bool:
         """Whether A_ii is the energy of a block along its mean, in units of the gradient's own size."""
@@ -266,43 +271,56 @@ class BlockMeanOptimizer(BaseOptimizer):
                 group["partition"] = "custom" if callable(by) else by  # groups hold plain values only
             with torch.device("cpu"):  # a layout is looked up, never computed with
                 cuts = [cut(names[i], i, param, by, outputs.get(param, 0)) for i, param in enumerate(params)]
-            layout = self._make_layout(len(self.param_groups) - 1, cuts, group)
-            group["blocks"] = layout.fingerprint
-            self._layouts.append(layout)
+            self._layouts.append(self._make_layout(len(self.param_groups) - 1, cuts, group))
         except Exception:
             self.param_groups.pop()
             raise
 
     def _make_layout(self, number: int, cuts: Sequence[TensorBlocks], group: dict[str, Any]) -> Layout:
         """The blocks of the parameters of a group, for a group with these options."""
-        current, owner = self.param_groups[number], type(self).__name__
-        params, named = distinct(current), all(given_names(current))
-        by, coupling = group.get("partition", "element"), group.get("coupling", "all")
+        params, names = distinct(self.param_groups[number]), given_names(self.param_groups[number])
+        partition, coupling = group.get("partition", "element"), group.get("coupling", "all")
+        if coupling == "module" and not all(names):
+            raise ValueError(f"{type(self).__name__}(coupling='module') needs names. Pass model.named_parameters().")
         with torch.device("cpu"):
-            options = self.layout_options({**group, "params": params})
-            return Layout(cuts, params, by, coupling, owner, group=number, named=named, **options)
+            layout = Layout(number, cuts, params, partition, coupling, self.leaves_plain)
+        self.check_size(layout, group)
+        return layout
+
+    def check_size(self, layout: Layout, group: dict[str, Any]) -> None:
+        """Raise if the largest matrix is too large to be stored; warn if it takes seconds to decompose."""
+        if layout.is_diagonal:
+            return
+        owner, largest = type(self).__name__, layout.largest
+        if 8 * largest**2 > MATRIX_LIMIT:
+            raise ValueError(
+                f"{owner} would need {8 * largest**2:,} bytes for one matrix between {largest:,} blocks, more than the "
+                f"limit of {MATRIX_LIMIT:,}. Take a coarser partition, or coupling='module' or 'none'."
+            )
+        seconds = (largest / SLOW_MATRIX) ** 3 / group.get("refresh_every", 1)
+        if seconds >= 1 and group.get("correction", True):
+            warnings.warn(
+                f"{owner} decomposes a matrix between {largest:,} blocks: about {seconds:.0f} seconds per step. "
+                "coupling='none' or 'module' avoids large matrices; refresh_every=k decomposes once in k steps.",
+                stacklevel=5,
+            )
 
     def _layout(self, step: GroupStep) -> Layout:
-        """The layout of a group; another one if wrappers have put other tensors into the place of its parameters."""
+        """The layout of a group; another one after loading, and where wrappers have replaced or moved parameters."""
         group, layout, owner = self.param_groups[step.number], self._layouts[step.number], type(self).__name__
         if layout.params:  # else it has been loaded or copied: a checkpoint may have another coupling
-            for name, made in (("partition", layout.partition), ("coupling", layout.coupling)):
-                if group.get(name, made) != made:
-                    raise ValueError(
-                        f"The {name!r} of a parameter group of {owner} was {made!r} when it was added, and cannot "
-                        f"change. {ANEW}"
-                    )
+            made = layout.partition, layout.coupling
+            if (group.get("partition", made[0]), group.get("coupling", made[1])) != made:
+                raise ValueError(f"The partition and coupling of a parameter group of {owner} cannot change. {ANEW}")
             same = len(step.params) == len(layout.params) and all(map(is_, step.params, layout.params))
             if same and step.params[0].device == layout.placed:
                 return layout
         shapes, added = [tuple(param.shape) for param in step.params], [tensor.shape for tensor in layout.tensors]
-        if len(shapes) != len(added):
-            raise ValueError(
-                f"A parameter group of {owner} had {len(added)} parameters when added, and has {len(shapes)} "
-                "now. Add new parameters with add_param_group."
-            )
         if shapes != added:
-            raise ValueError(f"Parameters of {owner} had the shapes {added} when added, and have {shapes} now. {ANEW}")
+            raise ValueError(
+                f"The parameters of a group of {owner} had the shapes {added} when added, and have {shapes} now. Add "
+                f"new ones with add_param_group. {ANEW}"
+            )
         layout = self._make_layout(step.number, layout.tensors, group)
         states = {i: self.state[param] for i, param in enumerate(step.params) if param in self.state}
         check_places(layout, states, shown_names(group), ANEW)
@@ -319,8 +337,6 @@ class BlockMeanOptimizer(BaseOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if not any("differentiable" in group for group in self.param_groups):
-            self.defaults.pop("differentiable", None)  # torch adds it
         self.__dict__.setdefault("_partition", None)
         self._last = {}
         for layout in self._layouts:
@@ -338,16 +354,7 @@ class BlockMeanOptimizer(BaseOptimizer):
         for i, state in states.items():  # momentum may have been off so far
             moments = [name for name in self.entry_state if name in state or name != "momentum_buffer"]
             require_state(current, i, state, owner, moments)
-        if group["blocks"] != current["blocks"]:
-            if "partition" in current:
-                kind, way_out = "another partition of", f"Construct {owner} with that partition"
-            else:
-                kind, way_out = "other blocks for", "Load it with the model and the optimizer that it was made with"
-            raise ValueError(
-                f"The checkpoint was made with {kind} parameter group {number}: it has {group['blocks']}, "
-                f"this optimizer {current['blocks']}. {way_out}, or start with fresh state."
-            )
-        remedy = f"Construct {owner} with the model it was saved from, or delete 'U' from the saved states."
+        remedy = f"Construct {owner} with the model and the partition it was saved with, or delete 'U' from the states."
         layout = self._make_layout(number, self._layouts[number].tensors, group)
         check_places(layout, states, shown_names(current), remedy)
 

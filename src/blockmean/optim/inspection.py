@@ -67,6 +67,16 @@ class BlockStatistics:
         length = float(self.common.norm())
         return float(self.change.norm()) / length if length > 0 else 0.0
 
+    def _common(self, owner: str) -> Iterator[tuple[str, float, float, int]]:
+        """Parameter, common energy, the same by chance, and entries of every block."""
+        if not self.is_normalised:
+            raise ValueError(
+                f"{owner} does not measure the diagonal of A in units of the gradient. "
+                "Take about 50 steps with AdamBMA, or with AdaGradBMA(variant='weighted')."
+            )
+        for name, common, size in zip(self.parameters, self.diagonal.tolist(), self.sizes.tolist(), strict=True):
+            yield name, common, 1.0, size
+
     def describe(self, max_rows: int = 20) -> str:
         """A table of the blocks with the largest A_ii.
 
@@ -156,6 +166,11 @@ class MeanStatistics:
     def chance(self) -> Parts:
         """What `shares` would be for a gradient of independent noise: the share of each part in the dimensions."""
         return Parts(*(count / self.entries for count in self.degrees_of_freedom))
+
+    def _common(self, _: str) -> Iterator[tuple[str, float, float, int]]:
+        """Parameter, energy of means, the same by chance, and entries; nothing if the gradient was always zero."""
+        if sum(self.energy) > 0:
+            yield self.parameter, self.shares.means * self.entries, self.chance.means * self.entries, self.entries
 
     def describe(self) -> str:
         """A table of the four parts.
@@ -285,48 +300,27 @@ def diagnose(optimizer: Any) -> Diagnosis:
     optimizer = unwrap(optimizer)
     ours = hasattr(optimizer, "block_statistics")
     require(ours, "optimizer", "diagnose", "Anova, AdamBMA or AdaGradBMA", type(optimizer).__name__, TypeError)
-    found = optimizer.block_statistics()
-    totals: dict[str, tuple[float, float, int]] = {}  # energy, the same by chance, entries
+    found: list[BlockStatistics | MeanStatistics] = optimizer.block_statistics()
+    totals: dict[str, list[float]] = {}  # energy, the same by chance, entries
     for statistics in found:
         prefix = f"group {statistics.group}: " if len(optimizer.param_groups) > 1 else ""
-        for name, *numbers in _common(statistics, type(optimizer).__name__):
-            before = totals.get(prefix + name, (0.0, 0.0, 0))
-            totals[prefix + name] = tuple(map(sum, zip(before, numbers, strict=True)))  # type: ignore[assignment]
-    steps = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+        for name, *numbers in statistics._common(type(optimizer).__name__):
+            before = totals.get(prefix + name, [0.0, 0.0, 0])
+            totals[prefix + name] = [a + b for a, b in zip(before, numbers, strict=True)]
+    has_means = "means" in optimizer.defaults
     if not totals:
-        has_means = "means" in optimizer.defaults
-        why = f"take some steps first, with {'means other than 0' if has_means else 'correction=True'}"
-        if found:
-            why = "all gradients were zero so far"
-        elif steps and has_means:
-            why = "no parameter has means (means=0, or no matrix is large enough), so every step was AdamW's"
-        elif steps:
-            why = "no parameter is corrected (correction=False, or all tensors have one dim)"
-        raise ValueError(f"There is nothing to diagnose yet: {why}.")
+        option = (
+            "means other than 0 for a matrix" if has_means else "correction=True for a tensor with two dims or more"
+        )
+        raise ValueError(
+            f"There is nothing to diagnose yet: take some steps with gradients other than zero, with {option}."
+        )
     energy, by_chance, entries = (sum(column) for column in zip(*totals.values(), strict=True))
     return Diagnosis(
         share=energy / entries,
         chance=by_chance / entries,
         by_parameter={name: common / count for name, (common, _, count) in totals.items()},
         chance_by_parameter={name: chance / count for name, (_, chance, count) in totals.items()},
-        steps=int(max(steps)),
-        switch="means=0" if isinstance(found[0], MeanStatistics) else "correction=False",
+        steps=int(max(float(state["step"]) for state in optimizer.state.values() if "step" in state)),
+        switch="means=0" if has_means else "correction=False",
     )
-
-
-def _common(statistics: BlockStatistics | MeanStatistics, owner: str) -> Iterator[tuple[str, float, float, int]]:
-    """Parameter, common energy, the same by chance, entries: of every block, or of a matrix that has a gradient."""
-    if isinstance(statistics, MeanStatistics):
-        share, chance, entries = statistics.shares.means, statistics.chance.means, statistics.entries
-        if not math.isnan(share):
-            yield statistics.parameter, share * entries, chance * entries, entries
-        return
-    if not statistics.is_normalised:
-        raise ValueError(
-            f"{owner} does not measure the diagonal of A in units of the gradient. "
-            "Take about 50 steps with AdamBMA, or with AdaGradBMA(variant='weighted')."
-        )
-    for name, common, size in zip(
-        statistics.parameters, statistics.diagonal.tolist(), statistics.sizes.tolist(), strict=True
-    ):
-        yield name, common, 1.0, size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -16,12 +14,6 @@ from blockmean.blocks import TensorBlocks, first_blocks
 from blockmean.optim.sharding import box_of, is_distributed
 
 COUPLINGS = ("all", "module", "none")
-
-MATRIX_LIMIT = 2**30
-"""Largest matrix between blocks that is accepted, in bytes."""
-
-SLOW_MATRIX = 1500
-"""Number of blocks at which one eigendecomposition takes about a second (float64, one core)."""
 
 
 class Component(NamedTuple):
@@ -50,22 +42,14 @@ class Layout:
 
     def __init__(
         self,
+        group: int,  # its number in the optimizer
         tensors: Sequence[TensorBlocks],
         params: Sequence[Tensor],
         partition: str,
         coupling: str,
-        owner: str,
-        *,
-        group: int,
-        named: bool,
-        leave_plain: bool = False,
-        decompositions: float = 0.0,
-        max_bytes: int | None = MATRIX_LIMIT,
+        leave_plain: bool,
     ) -> None:
-        if coupling == "module" and not named:
-            raise ValueError(f"{owner}(coupling='module') needs names. Pass model.named_parameters().")
-        self.tensors, self.partition, self.coupling = list(tensors), partition, coupling
-        self.group = group  # its number in the optimizer
+        self.group, self.tensors, self.partition, self.coupling = group, list(tensors), partition, coupling
         self.params = list(params)  # that it was last used for
         self.placed = params[0].device if params else torch.device("cpu")
         self.device = float64_device(self.placed)  # of sums and statistics
@@ -89,7 +73,7 @@ class Layout:
         self.order = [i for i in order if self.counts[i]]  # tensors, as their blocks are numbered; not those without
         self.is_shared = len({self.starts[i] for i in self.order}) < len(self.order)
         self.is_sharded = any(is_distributed(params[i]) for i in self.order)
-        self._refuse_large(owner, decompositions, max_bytes)
+        self.largest = max((c.blocks.stop - c.blocks.start for c in self.components), default=0)  # blocks of a matrix
 
     def _grouped(self) -> dict[tuple[str, object], list[int]]:
         """The tensors of each component. Empty tensors have no blocks and belong to none."""
@@ -100,23 +84,6 @@ class Layout:
                 key = {"all": ("all", ""), "module": (tensor.module, merged), "none": ("none", tensor.key or i)}
                 grouped.setdefault(key[self.coupling], []).append(i)
         return grouped
-
-    def _refuse_large(self, owner: str, decompositions: float, max_bytes: int | None) -> None:
-        largest = max((c.blocks.stop - c.blocks.start for c in self.components), default=0)
-        if self.is_diagonal:
-            return
-        if max_bytes is not None and 8 * largest**2 > max_bytes:
-            raise ValueError(
-                f"{owner} would need {8 * largest**2:,} bytes for one matrix between {largest:,} blocks, more than the "
-                f"limit of {max_bytes:,}. Take a coarser partition, or coupling='module' or 'none'."
-            )
-        seconds = (largest / SLOW_MATRIX) ** 3 * decompositions
-        if seconds >= 1:
-            warnings.warn(
-                f"{owner} decomposes a matrix between {largest:,} blocks: about {seconds:.0f} seconds per step. "
-                "coupling='none' or 'module' avoids large matrices; refresh_every=k decomposes once in k steps.",
-                stacklevel=5,
-            )
 
     @cached_property
     def local(self) -> list[LocalBlocks]:
@@ -143,16 +110,6 @@ class Layout:
         for start, tensor in zip(self.starts, self.cuts, strict=True):
             sizes[start : start + tensor.count] += tensor.sizes
         return sizes
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A short text that depends only on the partition, not on names or the order of tensors."""
-        together: dict[int, list[int]] = {}
-        for i in self.order:
-            together.setdefault(self.starts[i], []).append(self.tensors[i].digest)
-        digest = hashlib.sha256(repr(sorted(sorted(group) for group in together.values())).encode()).hexdigest()
-        entries = sum(tensor.entries for tensor in self.tensors)
-        return f"{self.num_blocks} blocks of {entries} entries, sha256 {digest[:16]}"
 
     @cached_property
     def names(self) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockmean.blocks import Geometry, TensorBlocks, geometry, memory_order
+from blockmean.blocks import Geometry, TensorBlocks, geometry
 from blockmean.optim.base import arithmetic
 from blockmean.optim.passes import SMALLEST_LAMBDA, Run
 from blockmean.optim.sharding import PLAIN
@@ -115,26 +115,15 @@ def why_not_native(param: Tensor, grad: Tensor | None, moments: Sequence[Tensor]
         return "has no kernels"
     if param.dtype not in DTYPES:
         return f"is {str(param.dtype).removeprefix('torch.')}"
-    gradients = [] if grad is None else [("has a gradient that", grad, param.dtype)]
-    states = [("has state that", moment, arithmetic(param.dtype)) for moment in moments]
-    for what, x, expected in [("", param, param.dtype), *gradients, *states]:
-        if type(x) not in PLAIN:
-            found = f"is a {type(x).__name__}"
-        elif not x.is_cpu:
-            found = f"is on {x.device}"
-        elif x.layout != torch.strided or x.dtype != expected or x.shape != cut.shape:
-            found = "has another dtype, shape or layout"
-        elif x.is_neg() or (x.numel() and not x.data_ptr()):
-            found = "is not stored as it is"
-        elif not same_strides(x.shape, x.stride(), param.stride()):
-            found = "has other strides"
-        else:
-            continue
-        return f"{what} {found}".lstrip()
-    if cut.labels is not None:
-        return "is cut into blocks by labels"
-    if memory_order(param.shape, param.stride()) is None:
-        return "has gaps or overlaps in memory"
+    gradients = [] if grad is None else [("has a gradient that ", grad, param.dtype)]
+    states = [("has state that ", moment, arithmetic(param.dtype)) for moment in moments]
+    for what, x, dtype in [("", param, param.dtype), *gradients, *states]:
+        if type(x) not in PLAIN or not x.is_cpu:
+            return f"{what}is a {type(x).__name__} on {x.device}"
+        alike = x.layout == torch.strided and x.dtype == dtype and x.shape == cut.shape
+        in_memory = alike and not x.is_neg() and (not x.numel() or x.data_ptr())
+        if not in_memory or not same_strides(x.shape, x.stride(), param.stride()):
+            return f"{what}has another dtype, shape or layout"
     return None if geometry_of(param, cut) else "has blocks that are not regular in memory"
 
 
@@ -144,8 +133,10 @@ def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bo
 
 
 def geometry_of(param: Tensor, cut: TensorBlocks) -> Geometry | None:
-    """(outer, blocks, inner) of a parameter as it lies in memory."""
-    return cut.geometry if param.is_contiguous() else geometry(cut.shape, param.stride(), cut.dims)
+    """(outer, blocks, inner) of a parameter as it lies in memory; None if blocks are not regular in it."""
+    if param.is_contiguous() or cut.labels is not None:
+        return cut.geometry
+    return geometry(cut.shape, param.stride(), cut.dims)
 
 
 # -------------------------------------------------------------------- both passes
