@@ -22,15 +22,17 @@ from blockmean.lab.paper import PARTS, Outcome, ReportConfig, Verdict
 from blockmean.lab.paper.fig5 import COLOURS, StudyResult, curves, draw, find
 from blockmean.lab.paper.protocol import SMALL_ARMS
 from blockmean.lab.picture import Picture, save
-from blockmean.lab.race import TaskResult, make_race, notes, results, table
+from blockmean.lab.race import TaskResult, held_out_loss, make_race, notes, results, table
 from blockmean.lab.race_pictures import draw_overview
 from blockmean.lab.step_pictures import draw_costs
 from blockmean.lab.steps import NETWORKS, SWEEPS, Costs, read
 from blockmean.lab.steps import notes as step_notes
 from blockmean.lab.steps import table as step_table
 from blockmean.lab.study import Study, make_study
+from blockmean.lab.study_cells import BASELINE
 from blockmean.lab.study_pictures import draw_cell
 from blockmean.lab.study_results import notes as study_notes
+from blockmean.lab.study_results import saved, tokens_curve
 from blockmean.lab.study_results import tables as study_cell_tables
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +40,7 @@ PAGE, RACE_PAGE, FRONT = ROOT / "docs" / "results.md", ROOT / "docs" / "race.md"
 COST_PAGE, STUDY_PAGE = (ROOT / "docs" / name for name in ("performance.md", "evidence.md"))
 RACE, STUDY, STEPS = (ROOT / "results" / name for name in ("race", "study", "step-times.jsonl"))
 FRONT_TASKS = ("gpt", "cnn", "resnet", "finetune", "factors", "regression")
-"""In the picture of the front page, and but for the last in its table; the page on evidence has all."""
+"""In the picture of the front page; the page on evidence has all."""
 SHOWN = ("AdamW", "SOAP", "Anova")
 """The arms in the brief table of the race."""
 EPOCH, ITERATIONS = (ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("epoch", "step_cost"))
@@ -145,46 +147,48 @@ def rates() -> dict[str, Any]:
     return {**script, "records": script["read"](ROOT / "benchmarks" / "results" / "anova_rates.jsonl")}
 
 
-def rates_table(script: Mapping[str, Any], tasks: Sequence[str] = ()) -> str:
+def rates_table(script: Mapping[str, Any]) -> str:
     """AdamW at its best rate, Anova at that rate and at its own best."""
     header = ["loss", "AdamW, best rate", "Anova, AdamW's best rate", "Anova, best of these rates"]
-    return Table("", header, script["brief"](script["records"], tasks or script["SETTINGS"])).markdown()
+    return Table("", header, script["brief"](script["records"])).markdown()
 
 
 def race_brief(found: Sequence[TaskResult]) -> str:
-    """Loss after equal steps, steps and seconds to AdamW's loss, and memory, for a few arms."""
+    """Loss after equal steps, and steps and seconds to AdamW's loss, for a few arms."""
     rivals = SHOWN[1:]
     header = [
         "task",
-        f"loss: {', '.join(SHOWN)}",
-        f"steps: {', '.join(rivals)}",
-        f"seconds: {', '.join(rivals)}, best other",
-        f"bytes per parameter: {', '.join(SHOWN)}",
+        *(f"loss, {arm}" for arm in SHOWN),
+        *(f"{x}, {arm}" for x in ("steps", "seconds") for arm in rivals),
     ]
     rows = []
     for one in found:
-        if any(arm not in one.arms for arm in SHOWN):
-            continue
-        shown, own = ([one.arms[arm] for arm in names] for names in (SHOWN, rivals))
-        seconds = [*(_times(one, arm.seconds_ratio) for arm in own), _fastest_other(one)]
-        cells = [
-            [f"{mean(arm.final_loss):#.3g}".rstrip(".") for arm in shown],
-            [_times(one, arm.steps_ratio) for arm in own],
-            seconds,
-            [f"{arm.bytes_per_parameter:.0f}" for arm in shown],
-        ]
-        rows.append([one.task.title, *map(", ".join, cells)])
+        if all(arm in one.arms for arm in SHOWN):
+            shown, own = ([one.arms[arm] for arm in names] for names in (SHOWN, rivals))
+            losses = [f"{mean(arm.final_loss):#.3g}".rstrip(".") for arm in shown]
+            ratios = [_times(one, x) for x in (*(arm.steps_ratio for arm in own), *(arm.seconds_ratio for arm in own))]
+            rows.append([one.task.title, *losses, *ratios])
     return Table("", header, rows).markdown()
 
 
-def _fastest_other(one: TaskResult) -> str:
-    """The arm with the smallest ratio of seconds among those that have no column, controls aside."""
-    ratios = {arm: own.seconds_ratio for arm, own in one.arms.items() if arm not in SHOWN and not ARMS[arm].control}
-    found = {arm: ratio for arm, ratio in ratios.items() if ratio is not None}
-    if not found:
-        return "–"
-    best = min(found, key=lambda arm: found[arm].median)
-    return f"{_times(one, found[best])} ({best})"
+def study_brief(study: Study, name: str = "XS") -> str:
+    """Of every arm whose runs are all made: loss, tokens for AdamW's loss, and state; the best in bold."""
+    found, cell = study.findings(name), study.cells[name]
+    curve, rows = tokens_curve(study, name), []
+    for arm, records in found.final.items():
+        if len(records) == cell.seeds_of(arm):
+            ratio = saved(curve, records)
+            tokens = 1.0 if arm == BASELINE or ratio is None else ratio.median
+            loss = mean(map(held_out_loss, records))
+            rows.append((arm, loss, tokens, records[-1]["state_bytes"] / records[-1]["parameters"]))
+    rows.sort(key=lambda row: row[1])
+    best = [min(row[i] for row in rows) for i in (1, 2, 3)]
+    forms = (".3f", ".2f", ".1f")
+    cells = [
+        [row[0], *(f"{'**' * (x == b)}{x:{f}}{'**' * (x == b)}" for x, b, f in zip(row[1:], best, forms, strict=True))]
+        for row in rows
+    ]
+    return Table("", ["", "held-out loss", "tokens for AdamW's loss", "state, bytes per parameter"], cells).markdown()
 
 
 def _times(one: TaskResult, ratio: MedianRange | None) -> str:
@@ -243,7 +247,7 @@ def limits(found: Sequence[Costs]) -> str:
     def share(value: float | None) -> str:
         return "–" if value is None else f"{value:.0%}"
 
-    names = ("Adagrad, fused", "AdaGradBMA", "AdamW, fused", "AdamBMA")
+    names = ("AdaGradBMA", "AdamBMA")
     rows = [
         [
             one.network,
@@ -324,7 +328,7 @@ def pages(found: dict[str, Outcome], raced: Sequence[TaskResult]) -> dict[Path, 
             "large": large_model(),
         },
         RACE_PAGE: {"controls": controls(raced), "race": race_tables(raced)},
-        FRONT: {"rates": rates_table(rates_script, FRONT_TASKS[:-1])},
+        FRONT: {"study": study_brief(study)},
         STUDY_PAGE: {
             "rates": rates_table(rates_script),
             "race": race_brief(raced),
