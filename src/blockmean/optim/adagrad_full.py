@@ -14,7 +14,7 @@ from blockmean._linalg import LinAlgError, inverse_roots
 from blockmean.optim.base import NOT_OPTIONS, arithmetic
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep, refuse_fused
 from blockmean.optim.layout import Component, Layout
-from blockmean.optim.passes import move_
+from blockmean.optim.passes import move_, signed
 
 FULL_LIMIT = 2**30
 """Default limit on the size of H, in bytes; pass `max_bytes` for a larger one."""
@@ -86,36 +86,29 @@ class AdaGradFull(BlockMeanOptimizer):
 
     def block_sums(self, work: BlockStep) -> Tensor:
         """The gradient itself: every entry is a block."""
-        group, grads = work.group, [torch.zeros(0, device=work.layout.device)]
+        grads = [torch.zeros(0, dtype=torch.float64, device=work.layout.device)]
         for param, grad in zip(work.params, work.grads, strict=True):
-            g = torch.zeros_like(param) if grad is None else grad  # `block_statistics` has none
-            g = (-g if group["maximize"] else g).to(arithmetic(param.dtype))
-            grads.append(g.add(param, alpha=group["weight_decay"]).flatten())
-        return torch.cat([g.double() for g in grads]).unsqueeze(0)
+            g = signed(param, grad, work.group).add(param, alpha=work.group["weight_decay"])
+            grads.append(g.flatten().double())
+        return torch.cat(grads).unsqueeze(0)
 
     def update_(self, work: BlockStep) -> None:
-        """H ← H + g gᵀ, θ ← θ − η H^-½ g."""
-        for param, step, delta in zip(work.params, work.steps, work.per_member(self._solve(work)), strict=True):
-            rate = float(work.group["lr"]) / (1 + (step - 1) * work.group["lr_decay"])
-            move_(param, delta.view(param.shape).to(arithmetic(param.dtype)), rate)
-
-    def _solve(self, work: BlockStep) -> Tensor:
-        """H^-½ g, restricted to the principal submatrix of the entries that have a gradient."""
-        g, floor = work.sums[0], work.group["eigenvalue_floor"]
+        """H ← H + g gᵀ, θ ← θ − η H^-½ g, restricted to the entries that have a gradient."""
+        group, g = work.group, work.sums[0]
         step = torch.zeros_like(g)
+        on: Any = slice(None) if work.present is None else work.present_among(slice(None))
         for _, part in self.statistics(work, ["U"]):
-            H = part["U"].addr_(g, g)
-            on: Any = slice(None) if work.present is None else work.present_among(slice(None))
-            H, own = H[on][:, on], g[on]
+            H = part["U"].addr_(g, g)[on][:, on]
             try:
-                roots, Q = inverse_roots(H, floor)
+                roots, Q = inverse_roots(H, group["eigenvalue_floor"])
+                step[on] = Q @ (roots * (Q.mT @ g[on]))
             except LinAlgError:
                 self.count_fallback(len(H))
-                step[on] = own / H.diagonal().clamp(min=floor).sqrt()
-                continue
-            step[on] = Q @ (roots * (Q.mT @ own))
+                step[on] = g[on] / H.diagonal().clamp(min=group["eigenvalue_floor"]).sqrt()
         self._last[work.number] = (g, step - g)
-        return step
+        for param, count, delta in zip(work.params, work.steps, work.per_member(step), strict=True):
+            rate = float(group["lr"]) / (1 + (count - 1) * group["lr_decay"])
+            move_(param, delta.view(param.shape).to(arithmetic(param.dtype)), rate)
 
     def matrices(self, work: BlockStep) -> Iterator[tuple[Component, Tensor]]:
         for component, part in self.statistics(work, ["U"], keep=False):

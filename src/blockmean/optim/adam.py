@@ -28,11 +28,10 @@ class AdamBMA(CorrectedOptimizer):
     sign. Adam treats them as independent signals and steps too far along their sum. A_ii measures by how much, and the
     correction shortens the step in that direction only.
 
-    With AdamW's averages m̂ of g and r̂ of g², ζ = √r̂ and z = ζ + ε:
-
         δ = κ_i m̂/z + ζ z^-½ c_i,     θ ← θ − η (weight_decay · θ + δ)
 
-    c_i shortens the step along what block i shares, and κ_i ≥ 1 lengthens it in the rest; where A = I, c = 0 and κ = 1.
+    m̂/z is AdamW's step and ζ the root of its average square. c_i shortens the step along what block i shares, and
+    κ_i ≥ 1 lengthens it in the rest; where A = I, c = 0 and κ = 1.
 
     Args:
         params: parameters, (name, parameter) pairs, or dicts of groups, as for any torch optimizer.

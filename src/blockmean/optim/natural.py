@@ -40,7 +40,7 @@ from blockmean.optim.base import NOT_OPTIONS, arithmetic
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep, refuse_fused
 from blockmean.optim.correction import accumulate_, average_, normalised
 from blockmean.optim.layout import Component
-from blockmean.optim.passes import move_
+from blockmean.optim.passes import move_, signed
 from blockmean.optim.sharding import Sum, groups_of, reduce
 
 ADAPT = 1.5
@@ -154,7 +154,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         group, columns = work.group, [torch.zeros(4, 0, dtype=torch.float64, device=work.layout.device)]
         buffers = work.moments("momentum_buffer")
         for param, grad, buffer, member in zip(work.params, work.grads, buffers, work.members, strict=True):
-            cut, g = member.cut, _signed(param, grad, group)
+            cut, g = member.cut, signed(param, grad, group)
             u = in_float64(cut.sum(g))
             sizes = cut.sizes.clamp(min=1).to(u, non_blocking=True)
             squares = cut.sum((g - cut.spread((u / sizes).to(g))).square_())
@@ -178,7 +178,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
         for i, (param, grad, member) in enumerate(zip(work.params, work.grads, work.members, strict=True)):
             if grad is None:
                 continue
-            g = _signed(param, grad, group)
+            g = signed(param, grad, group)
             shift, middle, scale = (member.cut.spread(x[i].to(g)) for x in (shifts, means, inverses))
             step = torch.addcmul(shift, g - middle, scale)
             if group["momentum"]:
@@ -236,11 +236,6 @@ def _matrix(sizes: Tensor, part: dict[str, Tensor], on: float | Tensor = 1.0) ->
     """A of a component, the mean of both averages, with rows and columns of the identity for blocks that sit out."""
     first, second = (normalised(part[U], on * (sizes * part[weight]).sqrt(), True) for U, weight, _ in AVERAGES)
     return (first + second) / 2
-
-
-def _signed(param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> Tensor:
-    g = torch.zeros_like(param) if grad is None else grad
-    return (-g if group["maximize"] else g).to(arithmetic(param.dtype))
 
 
 def _number(loss: float | Tensor) -> float:

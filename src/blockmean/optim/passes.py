@@ -119,20 +119,96 @@ class Foreach(Run):
     """Both passes over a run with torch's operations."""
 
     def block_sums(self) -> bool:
-        """Pass 1: fill in the sums. Returns whether they are known to be finite: nobody has looked yet."""
-        found = _block_sums(self)
-        self.sums[: len(found)] = found
+        """Pass 1: fill in the sums. Returns whether they are known to be finite: nobody has looked yet.
+
+        Tensors without a gradient add to the sums of scales only, and their moments stay as they are.
+        """
+        sums = self._block_sums()
+        self.sums[: len(sums)] = sums
         return False
+
+    def _block_sums(self) -> Tensor:
+        rule, form, g = self.rule, self.rule.form, self._gradients()
+        if form.rows == 1:
+            return self._summed(g)
+        m = g
+        if rule.betas is None:
+            r: Any = torch._foreach_addcmul(self.second, g, g)
+        else:
+            gain, gain_r, _ = rule.numbers(self.step)
+            r = torch._foreach_mul(self.second, gain_r)
+            if self.grads[0] is not None:
+                m = torch._foreach_lerp(self.first, g, 1 - rule.betas[0])
+                torch._foreach_mul_(m, gain)
+                torch._foreach_mul_(r, rule.betas[1])
+                torch._foreach_addcmul_(r, g, g, gain_r * (1 - rule.betas[1]))
+        zeta, z = _scales(rule, r)
+        plain = [] if form.is_weighted else [self._summed(g, z)]  # before z changes
+        if form.rows == 2:
+            return plain[0]
+        _mask_(rule, z)
+        steps: Any = torch._foreach_div(m, z) if form.rows == 6 else []
+        w: Any = _weights(zeta, z)
+        rows = [torch._foreach_mul(w, m)]
+        if form.is_weighted:
+            rows = [g, torch._foreach_mul(g, g), r, *rows]
+        if form.rows == 6:
+            rows += [torch._foreach_mul(steps, steps), torch._foreach_mul(w, w)]
+        return torch.cat([*plain, self._summed(*rows)])
+
+    def _summed(self, *rows: Any) -> Tensor:
+        """Block sums of lists of tensors, all at once, (rows, blocks)."""
+        return in_float64(sum_blocks(self.cuts * len(rows), [x for row in rows for x in row])).view(len(rows), -1)
+
+    def _gradients(self) -> Any:
+        """After sign and weight decay, in the dtype of the arithmetic, zeros where there are none; never those of the
+        parameters themselves where they change."""
+        rule, dtype = self.rule, arithmetic(self.params[0].dtype)
+        if self.grads[0] is None:
+            return [torch.zeros_like(r) for r in self.second]
+        g: Any = [grad.to(dtype) for grad in self.grads]
+        if rule.maximize:
+            g = torch._foreach_neg(g)
+        if rule.weight_decay and rule.betas is None:
+            g = torch._foreach_add(g, [param.to(dtype) for param in self.params], alpha=rule.weight_decay)
+        return g
 
     def apply_(self, c: Tensor | None, kappa: Tensor | None) -> None:
         """Pass 2: update moments, then θ ← θ − η (κ m̂/z + w c).
 
         c and κ are one number per block, those of all tensors concatenated; None stands for c = 0 and κ = 1.
         """
-        if self.grads[0] is not None:
-            found = [x.to(self.second[0]) for x in (c, kappa) if x is not None]
-            spread = spread_blocks(self.cuts, *found) if found else []
-            _apply_(self, spread[0] if spread else None, spread[1] if len(spread) == 2 else None)
+        if self.grads[0] is None:
+            return
+        rule, g, r = self.rule, self._gradients(), self.second
+        scaled: Any = r
+        gain, gain_r, rate = rule.numbers(self.step)
+        if rule.betas is None:
+            m = g
+            torch._foreach_addcmul_(r, g, g)
+        else:
+            m = self.first
+            torch._foreach_lerp_(m, g, 1 - rule.betas[0])
+            torch._foreach_mul_(r, rule.betas[1])
+            torch._foreach_addcmul_(r, g, g, 1 - rule.betas[1])
+            scaled = torch._foreach_mul(r, gain_r)
+        zeta, z = _scales(rule, scaled)
+        _mask_(rule, z)
+        delta = torch._foreach_div(m, z)
+        torch._foreach_mul_(delta, gain)
+        given = [x.to(r[0]) for x in (c, kappa) if x is not None]
+        spread = spread_blocks(self.cuts, *given) if given else []  # as they broadcast against every tensor
+        if kappa is not None:
+            torch._foreach_mul_(delta, spread[-1])
+        if c is not None:
+            torch._foreach_addcmul_(delta, _weights(zeta, z), spread[0])
+        if rule.weight_decay and rule.betas is not None:
+            torch._foreach_add_(delta, self.params, alpha=rule.weight_decay)
+        torch._foreach_mul_(delta, -rate)
+        if self.params[0].dtype == delta[0].dtype:
+            torch._foreach_add_(self.params, delta)
+        else:  # rounded once
+            torch._foreach_copy_(self.params, torch._foreach_add([p.to(g[0].dtype) for p in self.params], delta))
 
 
 def alike(keys: Sequence[Any], sizes: Sequence[float], most: float) -> Iterator[slice]:
@@ -147,93 +223,18 @@ def alike(keys: Sequence[Any], sizes: Sequence[float], most: float) -> Iterator[
         yield slice(start, len(sizes))
 
 
+def signed(param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> Tensor:
+    """The gradient that a step follows downhill, in the dtype of the arithmetic; zeros if there is none."""
+    g = torch.zeros_like(param) if grad is None else grad
+    return (-g if group["maximize"] else g).to(arithmetic(param.dtype))
+
+
 def move_(param: Tensor, delta: Tensor, rate: float) -> None:
     """θ ← θ − rate · δ, rounded once to the parameter's own dtype."""
     if param.dtype == delta.dtype:
         param.add_(delta, alpha=-rate)
     else:
         param.copy_(param.to(delta.dtype).add_(delta, alpha=-rate))
-
-
-def effective_grads(run: Run) -> list[Tensor]:
-    """Gradients after sign and weight decay, in the dtype of the arithmetic, zeros where there are none; never those of
-    the parameters themselves where they change."""
-    rule, dtype = run.rule, arithmetic(run.params[0].dtype)
-    if run.grads[0] is None:
-        return [torch.zeros_like(r) for r in run.second]
-    g = [grad.to(dtype) for grad in run.grads]
-    if rule.maximize:
-        g = list(torch._foreach_neg(g))
-    if rule.weight_decay and rule.betas is None:
-        g = list(torch._foreach_add(g, [param.to(dtype) for param in run.params], alpha=rule.weight_decay))
-    return g
-
-
-def _block_sums(run: Run) -> Tensor:
-    """(rows, blocks). Tensors without a gradient add to the sums of scales only, and their moments stay as they are."""
-    rule, form = run.rule, run.rule.form
-    g: Any = effective_grads(run)
-    m: Any = g
-    if form.rows == 1:
-        return _summed(run, g)
-    if rule.betas is None:
-        r = torch._foreach_addcmul(run.second, g, g)
-    else:
-        gain, gain_r, _ = rule.numbers(run.step)
-        r = torch._foreach_mul(run.second, gain_r)
-        if run.grads[0] is not None:
-            m = torch._foreach_lerp(run.first, g, 1 - rule.betas[0])
-            torch._foreach_mul_(m, gain)
-            torch._foreach_mul_(r, rule.betas[1])
-            torch._foreach_addcmul_(r, g, g, gain_r * (1 - rule.betas[1]))
-    zeta, z = _scales(rule, r)
-    if not form.is_weighted:
-        sums = _summed(run, g, z)
-        if form.rows == 2:
-            return sums
-        _mask_(rule, z)
-        return torch.cat([sums, _summed(run, torch._foreach_mul(_weights(zeta, z), m))])
-    _mask_(rule, z)
-    delta: Any = torch._foreach_div(m, z) if form.rows == 6 else []
-    w = _weights(zeta, z)
-    rows = [g, torch._foreach_mul(g, g), r, torch._foreach_mul(w, m)]
-    if form.rows == 6:
-        rows += [torch._foreach_mul(delta, delta), torch._foreach_mul(w, w)]
-    return _summed(run, *rows)
-
-
-def _summed(run: Run, *rows: Any) -> Tensor:
-    """Block sums of lists of tensors, all at once, (rows, blocks)."""
-    return in_float64(sum_blocks(run.cuts * len(rows), [x for row in rows for x in row])).view(len(rows), -1)
-
-
-def _apply_(run: Run, c: list[Tensor] | None, kappa: list[Tensor] | None) -> None:
-    """c and κ as they broadcast against every tensor."""
-    rule, g, r = run.rule, effective_grads(run), run.second
-    if rule.betas is None:
-        m = g
-        torch._foreach_addcmul_(r, g, g)
-    else:
-        m = run.first
-        torch._foreach_lerp_(m, g, 1 - rule.betas[0])
-        torch._foreach_mul_(r, rule.betas[1])
-        torch._foreach_addcmul_(r, g, g, 1 - rule.betas[1])
-    gain, gain_r, rate = rule.numbers(run.step)
-    zeta, z = _scales(rule, r if rule.betas is None else torch._foreach_mul(r, gain_r))
-    _mask_(rule, z)
-    delta = torch._foreach_div(m, z)
-    torch._foreach_mul_(delta, gain)
-    if kappa is not None:
-        torch._foreach_mul_(delta, kappa)
-    if c is not None:
-        torch._foreach_addcmul_(delta, _weights(zeta, z), c)
-    if rule.weight_decay and rule.betas is not None:
-        torch._foreach_add_(delta, run.params, alpha=rule.weight_decay)
-    torch._foreach_mul_(delta, -rate)
-    if run.params[0].dtype == delta[0].dtype:
-        torch._foreach_add_(run.params, delta)
-    else:  # rounded once
-        torch._foreach_copy_(run.params, torch._foreach_add([p.to(g[0].dtype) for p in run.params], delta))
 
 
 def _scales(rule: Rule, r: Any) -> tuple[Any, Any]:
