@@ -277,6 +277,29 @@ def products(found: Sequence[Costs], few: int = 8, many: int = 32) -> str:
     return "\n\n".join(lines) or "Not measured yet."
 
 
+def sweeps() -> str:
+    """What a step costs beside torch's fused one, as parameters, blocks and means grow."""
+    parts = []
+    for what, of in (("parameters", "32 square matrices of side"), ("blocks", "2²⁰ parameters as")):
+        found = read(STEPS, SWEEPS[what], 1)
+        names = [name for name in COMPARED if any(name in one.measured for one in found)]
+        rows = [
+            [
+                name,
+                *(f"{one.rows[name]['beside_fused']['median']:.2f}" if name in one.measured else "" for one in found),
+            ]
+            for name in names
+        ]
+        sizes = [one.network.split("x")[1] if what == "parameters" else one.network for one in found]
+        parts += [Table("", [of, *sizes], rows).markdown()] if rows else []
+    for one in read(STEPS, SWEEPS["means"], 1):
+        names = sorted((name for name in one.measured if "means=" in name), key=lambda name: int(name.split("=")[1]))
+        cells = [f"{one.rows[name]['beside_fused']['median']:.2f}" for name in names]
+        header = ["means, 12 matrices of side 577", *(name.split("=")[1] for name in names)]
+        parts.append(Table("", header, [["Anova", *cells]]).markdown())
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def step_tables(found: Iterable[Costs]) -> str:
     """Everything, a table per network."""
     lines = []
@@ -290,7 +313,7 @@ def study_tables(study: Study) -> str:
     parts = []
     for name in study.cells:
         shown = study_cell_tables(study, name) if study.records(name).every() else []
-        if study.findings(name).final:
+        if study.findings(name).final and name != "XS":  # that one is on top of the page
             parts.append(f"![{name}: held-out loss against tokens and seconds](img/study-{name}.svg)")
         parts += map(_titled, shown)
     return "\n\n".join(parts) or "No runs yet."
@@ -318,6 +341,7 @@ def pages(found: dict[str, Outcome], raced: Sequence[TaskResult]) -> dict[Path, 
             "brief": step_brief(one),
             "iterations": iterations(),
             "limits": f"{limits(one)}\n\n{products(means)}",
+            "sweeps": sweeps(),
             "steps": step_tables(one),
         },
         PAGE: {

@@ -33,8 +33,8 @@ def compile_passes(monkeypatch, backend):
     def compiled(function):
         return torch.compile(function, backend=backend, fullgraph=True)
 
-    for name in ("_block_sums", "_apply_"):
-        monkeypatch.setattr(passes, name, compiled(getattr(passes, name)))
+    for name in ("_block_sums", "apply_"):
+        monkeypatch.setattr(passes.Foreach, name, compiled(getattr(passes.Foreach, name)))
 
 
 def train(make, shapes, backend, late=False):

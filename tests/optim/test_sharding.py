@@ -200,7 +200,7 @@ def test_sums_that_overflow_only_together_stop_all(case, two):
 def test_an_error_on_one_process_reaches_the_others(case, two):
     broken, other = two.run(sharded.disagree, case, "failure")
     assert other[0] == "stepped" and "Another process failed in this step" in other[1]
-    assert "parameters when added" in broken[1] or "'refresh_every' parameter" in broken[1]
+    assert "had the shapes" in broken[1] or "'refresh_every' parameter" in broken[1]
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)

@@ -25,7 +25,7 @@ def draw_cell(study: Study, name: str, path: Path) -> Picture:
     """The arms of a cell that have final runs: the course of their held-out loss, and AdamW's L(D) as dots."""
     cell, found = study.cells[name], study.findings(name)
     unit = cell.task.batch * (CONTEXT if cell.task.tokenizer else 1)
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     figure.suptitle(f"{cell.task.title}: held-out loss", fontsize=12)
     left, right = figure.subplots(1, 2, sharey=True)
     ends = []
@@ -51,7 +51,7 @@ def draw_cell(study: Study, name: str, path: Path) -> Picture:
     right.set_xlabel("processor seconds, one thread")
     for ax in (left, right):
         ax.grid(alpha=0.3)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize=9, frameon=False)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", fontsize=9, frameon=False, ncols=3)
     said = (
         "Medians over the fresh seeds. Along the run a fixed part of the held-out data is tested; curves are shifted "
         "to end at the loss on all of it. Circles: AdamW at the end of schedules of that length."

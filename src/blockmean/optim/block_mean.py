@@ -337,6 +337,8 @@ class BlockMeanOptimizer(BaseOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if not any("differentiable" in group for group in self.param_groups):
+            self.defaults.pop("differentiable", None)  # torch adds it
         self.__dict__.setdefault("_partition", None)
         self._last = {}
         for layout in self._layouts:
