@@ -164,10 +164,9 @@ PUBLISHED = {
     ),
     "S": Cell(
         _language("gpt-96", 1611, title="GPT, .34M parameters, 6.6M tokens"),
-        {BASELINE: 6, "Muon + AdamW": 3, "SOAP, every 10": 3, "Anova": 3},
+        {BASELINE: 12, "Muon + AdamW": 6, "SOAP, every 10": 6, "Anova": 6},
         seeds=5,
         like="XS",
-        only_rate=True,
         curve=(0.5, 2.0),
         longer="S-4x",
     ),
