@@ -517,18 +517,14 @@ def test_fused_has_torchs_meaning(taken):
         (torch.zeros(2, 2, device="meta"), {}, "is a Parameter on meta"),
         (torch.zeros(2, 2).to(torch.float8_e4m3fn), {}, "is float8_e4m3fn"),
         (torch.zeros(4, 4), {"partition": stripes}, "has blocks that are not regular in memory"),
-        (torch.zeros(4, 4)[:, ::2], {}, "has a gradient that has another dtype, shape or layout"),
+        (torch.zeros(4, 4)[:, ::2], {}, "has blocks that are not regular in memory"),
         (torch.zeros(2, 3, 4), {"partition": lambda n, t: (0, 2)}, "has blocks that are not regular in memory"),
     ],
 )
 def test_what_the_kernels_cannot_serve_is_an_error_with_fused_true(param, options, reason):
-    param = nn.Parameter(param)
-    optimizer = AdamBMA([("w", param)], fused=True, **options)
-    param.grad = torch.zeros_like(param)
     message = rf"^AdamBMA\(fused=True\) takes native kernels, which cannot serve 'w': it {reason}. Take fused=None.$"
     with pytest.raises(RuntimeError, match=message):
-        optimizer.step()
-    assert not optimizer.state
+        AdamBMA([("w", nn.Parameter(param))], fused=True, **options)
 
 
 def test_what_they_cannot_serve_in_a_step_is_an_error_before_anything_changes(taken):

@@ -9,7 +9,7 @@ take exactly the step of the principal submatrix without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from blockmean.optim import kernels
 from blockmean.optim.base import State, arithmetic, shown_names
 from blockmean.optim.block_mean import BlockMeanOptimizer, BlockStep
 from blockmean.optim.kernels import CACHED_BYTES, Native, geometry_of, serve_all, why_not_native
-from blockmean.optim.layout import Component
+from blockmean.optim.layout import Component, Layout
 from blockmean.optim.passes import FORMS, MOST_ENTRIES, SMALLEST_LAMBDA, Foreach, Form, Rule, alike
+from blockmean.optim.sharding import local
 
 BEGUN = {"U", "energy", "blocks"}
 """State of blocks that are solved one by one."""
@@ -123,6 +124,13 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         if group["fused"] and not kernels.is_available():
             raise RuntimeError(f"{owner}(fused=True) needs native kernels. {kernels.MISSING}, or take fused=None.")
 
+    def _make_layout(self, number: int, cuts: Sequence[TensorBlocks], group: dict[str, Any]) -> Layout:
+        layout = super()._make_layout(number, cuts, group)
+        for member in layout.local if group["fused"] else ():
+            if reason := why_not_native(local(layout.params[member.tensor]), None, (), member.cut):
+                raise RuntimeError(self._cannot_serve(self.param_groups[number], member.tensor, reason))
+        return layout
+
     # ---------------------------------------------------------------- pass 1
 
     def block_sums(self, work: BlockStep) -> Tensor:
@@ -177,12 +185,15 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         for member, param, grad, *own in zip(work.members, work.params, work.grads, *moments, strict=True):
             reason = why_not_native(param, grad, own, member.cut)
             if reason and grad is not None and group["fused"]:
-                raise RuntimeError(
-                    f"{type(self).__name__}(fused=True) takes native kernels, which cannot serve "
-                    f"{shown_names(group)[member.tensor]}: it {reason}. Take fused=None."
-                )
+                raise RuntimeError(self._cannot_serve(group, member.tensor, reason))
             found.append(None if reason or grad is None else geometry_of(param, member.cut))
         return found
+
+    def _cannot_serve(self, group: dict[str, Any], i: int, reason: str) -> str:
+        return (
+            f"{type(self).__name__}(fused=True) takes native kernels, which cannot serve {shown_names(group)[i]}: "
+            f"it {reason}. Take fused=None."
+        )
 
     # ---------------------------------------------------------------- the solve and pass 2
 
