@@ -46,7 +46,7 @@ def loss_of(spec):
     return 5 + rate - gain - 0.2 * math.log2(spec.steps / 60) + 0.001 * (spec.seed % 7)
 
 
-def filled(folder, cells=("S", "S-4x"), stop=10**6):
+def filled(folder, cells=("XS", "XS-4x"), stop=10**6):
     """A study whose runs have all been made, by hand; and how many that took."""
     study = make_study(folder, cells, CHOSEN, "quick")
     count = 0
@@ -59,7 +59,7 @@ def filled(folder, cells=("S", "S-4x"), stop=10**6):
 
 def test_tuning_comes_first_then_fresh_seeds_and_nothing_runs_twice(tmp_path):
     study, count = filled(tmp_path)
-    lines = [json.loads(line) for line in study.file("S").read_text().splitlines()]
+    lines = [json.loads(line) for line in study.file("XS").read_text().splitlines()]
     assert len({line["key"] for line in lines}) == len(lines)
     seeds = [line["spec"]["seed"] for line in lines]
     tuning = seeds.count(TUNING_SEED)
@@ -67,7 +67,7 @@ def test_tuning_comes_first_then_fresh_seeds_and_nothing_runs_twice(tmp_path):
     assert [line["spec"]["optimizer"] for line in lines[:tuning]] == ["AdamW"] * 4 + ["Anova"] * 4
     assert set(seeds[tuning:]) == {0, 1}
     assert count == sum(len(study.file(name).read_text().splitlines()) for name in study.cells)
-    assert make_study(tmp_path, ["S", "S-4x"], CHOSEN, "quick").plan()[0].done == len(lines)
+    assert make_study(tmp_path, ["XS", "XS-4x"], CHOSEN, "quick").plan()[0].done == len(lines)
 
 
 def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path):
@@ -81,30 +81,30 @@ def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path):
 
 def test_the_best_settings_are_those_with_the_smallest_loss(tmp_path):
     study, _ = filled(tmp_path)
-    assert study.best("S", "Anova")[0] == 0.008
-    assert study.best("S-4x", "Anova") == study.best("S", "Anova")  # it searches nothing there
+    assert study.best("XS", "Anova")[0] == 0.008
+    assert study.best("XS-4x", "Anova") == study.best("XS", "Anova")  # it searches nothing there
     for arm in CHOSEN:
-        assert {record["spec"]["lr"] for record in study.findings("S").final[arm]} == {0.008}
+        assert {record["spec"]["lr"] for record in study.findings("XS").final[arm]} == {0.008}
 
 
 def test_gains_are_told_as_tokens_of_adamws_own_curve(tmp_path):
     study, _ = filled(tmp_path)
-    curve = tokens_curve(study, "S")
+    curve = tokens_curve(study, "XS")
     assert [steps for steps, _ in curve] == [30, 60, 120, 240]
-    anova = study.findings("S").final["Anova"]
+    anova = study.findings("XS").final["Anova"]
     assert saved(curve, anova).median == pytest.approx(0.5, rel=0.01)  # .2 nats is a doubling
     assert saved(curve, anova, 1.5).median == pytest.approx(0.75, rel=0.01)
 
 
 def test_times_are_those_of_short_runs_where_there_are_any(tmp_path):
     study, _ = filled(tmp_path)
-    assert iteration_ratio(study, "S", "Anova").median == pytest.approx(1)
-    assert study.times("S") == {}
-    for arm, specs in study.timing_specs("S").items():
+    assert iteration_ratio(study, "XS", "Anova").median == pytest.approx(1)
+    assert study.times("XS") == {}
+    for arm, specs in study.timing_specs("XS").items():
         for spec in specs:
             seconds = 0.013 if arm == "Anova" else 0.01
-            append(study.file("S-times"), spec.key, record_of(spec, 6.0, seconds))
-    assert iteration_ratio(study, "S", "Anova") == pytest.approx((1.3, 1.3, 1.3))
+            append(study.file("XS-times"), spec.key, record_of(spec, 6.0, seconds))
+    assert iteration_ratio(study, "XS", "Anova") == pytest.approx((1.3, 1.3, 1.3))
     assert next(study.wanted(), None) is None
 
 
@@ -129,7 +129,7 @@ def test_tables_notes_and_pictures_come_from_whatever_records_there_are(tmp_path
     empty = make_study(tmp_path / "empty", None, CHOSEN, "quick")
     assert [table for name in empty.cells for table in tables(empty, name)] == []
     assert notes(empty) == [f"{name}: no final runs yet." for name in PROFILES["quick"]]
-    study, _ = filled(tmp_path, ("S", "S-4x", "finetune"))
+    study, _ = filled(tmp_path, ("XS", "XS-4x", "finetune"))
     assert notes(study) == []
     found = {table.title: table for name in study.cells for table in tables(study, name)}
     results = next(table for table in found.values() if "p" in table.header)
@@ -143,7 +143,7 @@ def test_tables_notes_and_pictures_come_from_whatever_records_there_are(tmp_path
     assert len(rates.rows) == 2
     ablations = next(table for title, table in found.items() if title.endswith("ablations"))
     assert [row[0] for row in ablations.rows] == ["means=0", "means=4"]
-    assert draw_cell(study, "S", tmp_path / "picture").svg.stat().st_size > 1_000
+    assert draw_cell(study, "XS", tmp_path / "picture").svg.stat().st_size > 1_000
     partly, _ = filled(tmp_path / "partly", stop=10)
     assert any("final runs" in note for note in notes(partly))
 
@@ -151,26 +151,26 @@ def test_tables_notes_and_pictures_come_from_whatever_records_there_are(tmp_path
 def test_a_real_study_runs_and_resumes(tmp_path, monkeypatch, quick_workers):
     pytest.importorskip("tokenizers")
     monkeypatch.setenv("BLOCKMEAN_CACHE", str(tmp_path / "cache"))
-    small = make_study(tmp_path, ["S"], CHOSEN, "quick")
-    cell = small.cells["S"]
+    small = make_study(tmp_path, ["XS"], CHOSEN, "quick")
+    cell = small.cells["XS"]
     budgets = dict.fromkeys(CHOSEN, 1)
     task = replace(cell.task, steps=4, batch=2)
     cell = replace(cell, task=task, arms=budgets, seeds=1, curve=(2.0,), curve_seeds=1, ablations={}, longer="")
-    study = Study({"S": cell}, CHOSEN, tmp_path)
+    study = Study({"XS": cell}, CHOSEN, tmp_path)
     said = []
     study.run(None, 2, lambda name, arm, record: said.append(arm))
     assert sorted(said) == ["AdamW", "AdamW", "AdamW × 2", "Anova", "Anova"]
-    kept = study.file("S").read_text()
+    kept = study.file("XS").read_text()
     study.run(None, 1, pytest.fail)
-    assert study.file("S").read_text() == kept
-    record = study.findings("S").final["AdamW"][0]
-    again = run(study.spec("S", "AdamW", study.best("S", "AdamW"), 0))
+    assert study.file("XS").read_text() == kept
+    record = study.findings("XS").final["AdamW"][0]
+    again = run(study.spec("XS", "AdamW", study.best("XS", "AdamW"), 0))
     assert record["test_loss"] == again["test_loss"]
 
 
 def test_a_text_of_the_users_own_takes_the_place_of_the_documentation(tmp_path):
-    study = make_study(tmp_path, ["S", "finetune"], CHOSEN, "full", tmp_path / "own.txt")
-    assert study.cells["S"].task.dataset == study.cells["S"].task.tokenizer == str(tmp_path / "own.txt")
+    study = make_study(tmp_path, ["XS", "finetune"], CHOSEN, "full", tmp_path / "own.txt")
+    assert study.cells["XS"].task.dataset == study.cells["XS"].task.tokenizer == str(tmp_path / "own.txt")
     assert study.cells["finetune"].task.dataset == "shakespeare"
     assert study.cells["finetune"].task.tokenizer == str(tmp_path / "own.txt")
 
@@ -179,14 +179,14 @@ def test_adamw_has_twice_the_budget_of_any_other():
     for cell in PUBLISHED.values():
         others = [budget for arm, budget in {**cell.arms, **cell.search_less}.items() if arm != BASELINE]
         assert cell.arms[BASELINE] >= 2 * max(others)
-    assert PUBLISHED["S"].arms[BASELINE] == 2 * PUBLISHED["S"].arms["Anova"]
-    assert len(AXES) == 5 and set(PUBLISHED["S"].arms) <= set(ARMS)
+    assert PUBLISHED["XS"].arms[BASELINE] == 2 * PUBLISHED["XS"].arms["Anova"]
+    assert len(AXES) == 5 and set(PUBLISHED["XS"].arms) <= set(ARMS)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cells": ["XL"]}, "There is no cell 'XL'. There are XS; S; finetune;"),
+        ({"cells": ["XL"]}, "There is no cell 'XL'. There are XS; XS-4x; XS-16k;"),
         ({"arms": ["Lion"]}, "There is no arm 'Lion'. There are AdamW;"),
         ({"profile": "slow"}, "profile must be one of quick, full"),
     ],
@@ -201,17 +201,17 @@ def command(*arguments):
 
 
 def test_the_command_shows_its_plan_and_what_the_records_say(tmp_path):
-    study, _ = filled(tmp_path, ("S",))
+    study, _ = filled(tmp_path, ("XS",))
     said = command("--plan", "--records", tmp_path)
     assert said.exit_code == 0, said.output
     assert all(name in said.output for name in PROFILES["quick"])
     assert "of processor time" in said.output
-    kept = study.file("S").read_text()
-    shown = command("--show-only", "--cells", "S", "--arms", "AdamW;Anova", "--records", tmp_path, "--out", tmp_path)
+    kept = study.file("XS").read_text()
+    shown = command("--show-only", "--cells", "XS", "--arms", "AdamW;Anova", "--records", tmp_path, "--out", tmp_path)
     assert shown.exit_code == 0, shown.output
     assert "tokens × AdamW's" in shown.output and "sensitivity" in shown.output
-    assert (tmp_path / "study-S.png").exists()
-    assert study.file("S").read_text() == kept
+    assert (tmp_path / "study-XS.png").exists()
+    assert study.file("XS").read_text() == kept
     refused = command("--cells", "XL")
     assert refused.exit_code == 2 and "There is no cell 'XL'" in refused.output
 

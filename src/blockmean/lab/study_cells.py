@@ -140,6 +140,7 @@ def _language(model: str, steps: int, batch: int = 16, title: str = "", text: st
 
 ABLATIONS = {
     **{f"means={k}": Arm("Anova", options={"means": k}) for k in (0, 4, 16, 64)},
+    "means=32, refresh_every=1": Arm("Anova", options={"means": 32, "refresh_every": 1}),
     "refresh_every=1": Arm("Anova", options={"refresh_every": 1}),
     "refresh_every=20": Arm("Anova", options={"refresh_every": 20}),
     "factor fixed at 1": Arm("PlainAnova", options={"fixed_factor": True}),
@@ -158,48 +159,39 @@ PUBLISHED = {
         _language("gpt-64", 488, title="GPT, .1M parameters, 2M tokens"),
         TUNED,
         seeds=8,
-        curve=(0.5, 2.0, 4.0),
+        curve=(0.5, 2.0),
+        longer="XS-4x",
         ablations=ABLATIONS,
         search_less=LESS,
     ),
-    "S": Cell(
-        _language("gpt-96", 1611, title="GPT, .34M parameters, 6.6M tokens"),
-        {BASELINE: 12, "Muon + AdamW": 6, "SOAP, every 10": 6, "Anova": 6},
-        seeds=5,
+    "XS-4x": Cell(
+        _language("gpt-64", 1952, title="GPT, .1M, 8M tokens"),
+        {BASELINE: 3, **dict.fromkeys(RIVALS[1:], 0)},
+        seeds=3,
         like="XS",
-        curve=(0.5, 2.0),
-        longer="S-4x",
+        only_rate=True,
+    ),
+    "XS-16k": Cell(
+        _language("gpt-64", 122, batch=64, title="GPT, .1M, 2M tokens, batch 16k"),
+        {BASELINE: 6, **dict.fromkeys(RIVALS[1:], 3)},
+        seeds=3,
+        like="XS",
+        only_rate=True,
     ),
     "finetune": Cell(
-        replace(_language("gpt-96", 300, title="GPT, .34M, continued on Shakespeare"), dataset="shakespeare"),
+        replace(_language("gpt-64", 300, title="GPT, .1M, continued on Shakespeare"), dataset="shakespeare"),
         dict.fromkeys(RIVALS, 0),
         seeds=3,
-        like="S",
+        like="XS",
         only_rate=True,
         rates=(3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
-        start="S",
+        start="XS",
     ),
-    "S-16k": Cell(
-        _language("gpt-96", 403, batch=64, title="GPT, .34M, 6.6M tokens, batch 16k"),
-        {BASELINE: 6, "Muon + AdamW": 3, "SOAP, every 10": 3, "Anova": 3},
+    "S": Cell(
+        _language("gpt-96", 1611, title="GPT, .34M parameters, 6.6M tokens"),
+        {BASELINE: 8, **dict.fromkeys(RIVALS[1:], 4)},
         seeds=3,
-        like="S",
-        only_rate=True,
-    ),
-    "S-4x": Cell(
-        _language("gpt-96", 6444, title="GPT, .34M, 26.4M tokens"),
-        {BASELINE: 3, "SOAP, every 10": 0, "Anova": 0},
-        seeds=3,
-        like="S",
-        only_rate=True,
-    ),
-    "M": Cell(
-        _language("gpt-160", 3021, title="GPT, 1.24M, 12.4M tokens"),
-        {BASELINE: 3, "Muon + AdamW": 0, "SOAP, every 10": 0, "Anova": 0},
-        seeds=3,
-        like="S",
-        only_rate=True,
-        curve=(2.0,),
+        curve=(0.5, 2.0),
         curve_seeds=1,
     ),
     "vision": Cell(
@@ -216,8 +208,17 @@ PUBLISHED = {
             clip=1.0,
             crop=4,
         ),
-        {BASELINE: 8, "SGD": 4, "SOAP, every 10": 3, "Anova": 4},
+        {BASELINE: 6, "SGD": 3, "SOAP, every 10": 3, "Anova": 3},
         seeds=3,
+    ),
+    "M": Cell(
+        _language("gpt-160", 3021, title="GPT, 1.24M, 12.4M tokens"),
+        {BASELINE: 2, **dict.fromkeys(RIVALS[1:], 0)},
+        seeds=3,
+        like="S",
+        only_rate=True,
+        curve=(2.0,),
+        curve_seeds=1,
     ),
 }
 """The published study; adding a cell is adding a row. In this order they run."""
@@ -234,9 +235,9 @@ def _tiny(cell: Cell, steps: int) -> Cell:
 
 PROFILES: dict[str, dict[str, Cell]] = {
     "quick": {
-        "S": replace(_tiny(PUBLISHED["XS"], 60), longer="S-4x"),  # one cell fewer: none is smaller than S
+        "XS": _tiny(PUBLISHED["XS"], 60),
+        "XS-4x": _tiny(PUBLISHED["XS-4x"], 240),
         "finetune": _tiny(PUBLISHED["finetune"], 20),
-        "S-4x": _tiny(PUBLISHED["S-4x"], 240),
     },
     "full": PUBLISHED,
 }
