@@ -374,10 +374,10 @@ def test_another_number_of_means_needs_a_new_optimizer(means):
     assert torch.equal(param, before)
 
 
-def test_auto_takes_twice_the_root_of_the_shorter_side():
-    assert batches.means_of((64, 784), "auto") == (16, 16)
-    assert batches.means_of((10, 64), "auto") == (6, 6)
-    assert batches.means_of((64, 3, 3, 3), "auto") == (10, 10)
+def test_auto_takes_half_of_the_shorter_side():
+    assert batches.means_of((48, 700), "auto") == (24, 24)
+    assert batches.means_of((10, 64), "auto") == (5, 5)
+    assert batches.means_of((64, 3, 3, 3), "auto") == (13, 13)
     assert batches.means_of((4096, 1024), "auto") == (32, 32)
     assert batches.means_of((8, 100), "auto") == (0, 0)
     assert batches.means_of((50_257, 768), "auto") == (0, 0)  # a vocabulary
@@ -392,7 +392,7 @@ def test_auto_takes_twice_the_root_of_the_shorter_side():
         ((1024, 1024), 0.65),
         ((512, 512), 0.75),
         ((192, 192), 1.1),
-        ((64, 64), 1.6),
+        ((64, 64), 2.3),  # 32 means on each side: half of the width
         ((8, 4096), 1.5),
     ],
 )

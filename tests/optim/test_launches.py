@@ -55,10 +55,11 @@ def without_triton(monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 250), (torch.bfloat16, 260)])
 def test_anova_with_torchs_operations(without_triton, dtype, most):
-    first, *steady, refresh, after = count(Anova, dtype=dtype)
+    first, *others = count(Anova, dtype=dtype)
     assert first[0] <= 1200
-    assert all(launches <= most and waits <= 1 and not copies for launches, waits, copies in [*steady, after]), steady
-    assert refresh[0] <= 800 and refresh[1] <= 1 and not refresh[2], refresh
+    assert all(waits <= 1 and not copies for _, waits, copies in others), others
+    # Every second step turns U and V.
+    assert max(launches for launches, *_ in others[1::2]) <= most and max(others[::2])[0] <= 800, others
 
 
 @pytest.mark.parametrize("lr", [1e-3, None], ids=["number", "tensor"])
@@ -68,9 +69,9 @@ def test_capturable_steps_never_wait(without_triton, lr):
 
     # torch's fused AdamW, which vectors and the vocabulary take, has no fake form with a tensor as its learning rate.
     shapes = SHAPES if lr else [x for x in SHAPES[1:] if len(x) == 2]
-    _, *steady, refresh, after = count(make, shapes=shapes)
-    assert all(waits == 0 and not copies for _, waits, copies in [*steady, refresh, after]), (steady, refresh)
-    assert max(launches for launches, *_ in [*steady, after]) <= 320 and refresh[0] <= 800
+    _, *others = count(make, shapes=shapes)
+    assert all(waits == 0 and not copies for _, waits, copies in others), others
+    assert max(launches for launches, *_ in others[1::2]) <= 320 and max(others[::2])[0] <= 800, others
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -92,7 +93,8 @@ def test_anova_with_triton(monkeypatch, options, waits):
         for t, found in enumerate(count(make, steps, after=lambda: launched.append(len(recorder.launches)))):
             yield found[0] + launched[t + 1] - launched[t], *found[1:]
 
-    _, compiling, *steady, refresh, after = counted(lambda params: Anova(params, **options), 6)
+    # The second step compiles the kernels; so that it does not turn U and V as well, the fifth does.
+    _, compiling, *steady, refresh, after = counted(lambda params: Anova(params, refresh_every=5, **options), 6)
     assert [launched[1], *{b - a for a, b in pairwise(launched[1:])}] == [0, 7]
     assert compiling[2] <= 6  # maps, and the table of addresses
     assert all(n <= 60 and w == waits and not copies for n, w, copies in [*steady, after]), steady

@@ -55,7 +55,7 @@ class PlainAnova(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         *,
         mean_beta: float = 0.95,
-        refresh_every: int = 5,
+        refresh_every: int = 2,
         fixed_factor: bool = False,
         no_lift: bool = False,
         remainder_per_entry: bool = False,
@@ -84,11 +84,11 @@ class PlainAnova(torch.optim.Optimizer):
 
 
 def number_of_means(shape: tuple[int, ...], everywhere: bool) -> int:
-    """Twice the root of the shorter side, up to 32; none for short sides, nor for very long ones."""
+    """Half of the shorter side, up to 32; none for short sides, nor for very long ones."""
     short, long = min(shape), max(shape)
     if len(shape) < 2 or short <= 8 or (long > 16 * short and not everywhere):
         return 0
-    return min(round(2 * math.sqrt(short)), 32)
+    return min(short // 2, 32)
 
 
 def adam(state: State, G: Tensor, group: dict[str, Any]) -> Tensor:

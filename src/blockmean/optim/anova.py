@@ -111,7 +111,7 @@ class Anova(BaseOptimizer):
         betas: β₁, β₂, decay of the averages of the gradient and of the square of its remainder.
         mean_beta: β_m, decay of the averages of squared means.
         means: k and q, columns of U (taken over the units, which gives means per input) and of V (over the inputs:
-            means per unit), one number for both or a pair. "auto" takes twice the root of the shorter side, 32 at most;
+            means per unit), one number for both or a pair. "auto" takes half of the shorter side, 32 at most;
             none for sides of 8 or fewer, nor where one side is more than 16 times the other (vocabularies, LoRA).
             0 gives torch's AdamW.
         refresh_every: T, turn U and V once in this many steps; they see every gradient.
@@ -147,7 +147,7 @@ class Anova(BaseOptimizer):
         *,
         means: int | tuple[int, int] | str = "auto",
         mean_beta: float = 0.95,
-        refresh_every: int = 5,
+        refresh_every: int = 2,
         maximize: bool = False,
         nonfinite: str = "raise",
         capturable: bool = False,

@@ -32,7 +32,7 @@ from blockmean.optim.decomposition import (
 from blockmean.optim.sharding import Sides, Sum, local
 
 NARROW, TALL, MOST = 8, 16, 32
-"""means="auto": twice the root of the shorter side of a matrix, up to 32.
+"""means="auto": half of the shorter side of a matrix, up to 32.
 
 None for sides of 8 or fewer, and none where one side is more than 16 times the other: vocabularies, adapters of low
 rank. There means would cost more than AdamW's second moments do, and rare words share few of them.
@@ -59,7 +59,7 @@ def means_of(shape: tuple[int, ...], means: int | tuple[int, int] | str) -> tupl
         return 0, 0
     if isinstance(means, str):
         suits = narrow > NARROW and max(units, inputs) <= TALL * narrow
-        k = min(round(2 * narrow**0.5), MOST) if suits else 0
+        k = min(narrow // 2, MOST) if suits else 0
         return k, k
     first, second = (means, means) if isinstance(means, int) else means
     return min(first, units), min(second, inputs)
