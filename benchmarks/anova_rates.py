@@ -7,8 +7,11 @@ The tasks of the race; four where a method that sees what rows and columns share
 warm-up, decay to zero, weight decay and clipping (`gpt`); embeddings that are also the output layer, of bytes (`tied`)
 and of 20,000 words (`tied-20k`); and fine-tuning of a trained network to digits that are rotated (`finetune`). Then
 three that were no part of any choice: words with separate embeddings (`words`), rows that rarely have a gradient
-(`factors`), and targets far from what a new network gives (`regression`). The loss
-is the mean over the last tenth of the steps; equal seeds mean equal weights and batches. Every run is a line of
+(`factors`), and targets far from what a new network gives (`regression`). Last, an expert that one step in fifty uses,
+with few samples and with many (`expert`, `expert-fresh`).
+
+The loss is the mean over the last tenth of the steps, but for the expert: there it is the loss on held-out data of the
+rare expert after the last step. Equal seeds mean equal weights and batches. Every run is a line of
 benchmarks/results/anova_rates.jsonl and is not repeated.
 """
 
@@ -26,7 +29,8 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +58,8 @@ TOLERANCE = 0.03
 """How far behind AdamW, at AdamW's own rates up to its best one, counts as not behind."""
 LAST = 10
 """The loss is the mean over one part in this many of the steps, the last."""
+RARE, HELD_OUT = 50, 2_000
+"""The rare expert is used in one step of this many, and judged by this many samples."""
 
 
 class Problem(NamedTuple):
@@ -62,6 +68,7 @@ class Problem(NamedTuple):
     model: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
     batches: Batches
+    held_out: tuple[Tensor, Tensor] | None = None  # if given, the loss on it after the last step is the one that counts
 
 
 class Setting(NamedTuple):
@@ -175,6 +182,23 @@ class Factors(nn.Module):
         return entries
 
 
+class Experts(nn.Module):
+    """A classifier with an expert for every cluster. The first input is the cluster's number, one for a whole batch."""
+
+    def __init__(self, clusters: int, inputs: int, classes: int, width: int = 64) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(inputs, width), nn.Linear(width, classes)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 128), nn.ReLU(), nn.Linear(128, width)) for _ in range(clusters)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 1 + inputs) → (n, classes). All other experts are left without a gradient."""
+        hidden = self.body(x[:, 1:]).relu()
+        outputs: Tensor = self.head(hidden + self.experts[int(x[0, 0])](hidden))
+        return outputs
+
+
 def gpt(seed: int, steps: int) -> Problem:
     drawn = windows(byte_codes(), seed, 8, 65)
     return Problem(
@@ -225,6 +249,33 @@ def regression(seed: int, steps: int) -> Problem:
     return Problem(model, functional.mse_loss, batches())
 
 
+def expert(seed: int, steps: int, samples: int = 1_024) -> Problem:
+    """Four clusters with a teacher and as many samples each, a batch from one of them; the last one's turn is rare."""
+    generator = torch.Generator().manual_seed(seed + 1_000_003)
+    clusters, inputs, classes = 4, 32, 10
+    rare = clusters - 1
+
+    def teach(cluster: int) -> tuple[Tensor, Tensor]:
+        centre = torch.randn(inputs, generator=generator)
+        first = torch.randn(inputs, 16, generator=generator) / inputs**0.5
+        second = torch.randn(16, classes, generator=generator)
+        noise = torch.randn(samples + HELD_OUT, inputs, generator=generator)
+        number = torch.full((len(noise), 1), float(cluster))
+        return torch.cat([number, centre + noise], 1), ((noise @ first).tanh() @ second).argmax(1)
+
+    data = [teach(cluster) for cluster in range(clusters)]
+
+    def batches() -> Batches:
+        for step in count():
+            common = int(torch.randint(rare, (), generator=generator))
+            x, y = data[rare if step % RARE == RARE // 2 else common]
+            chosen = torch.randint(samples, (64,), generator=generator)
+            yield x[chosen], y[chosen]
+
+    x, y = data[rare]
+    return Problem(Experts(clusters, inputs, classes), functional.cross_entropy, batches(), (x[samples:], y[samples:]))
+
+
 def finetune(seed: int, steps: int) -> Problem:
     """A network that has learned digits by AdamW is to read them rotated by a right angle."""
     spec = TASKS["mlp"].spec({"optimizer": "AdamW"}, lr=3e-3, seed=seed, steps=400 + steps)
@@ -248,6 +299,8 @@ SETTINGS = {
     "words": Setting("words, 2,000 × 128", 300, words),
     "factors": Setting("factorising a matrix, 64 entries a step", 1500, factors),
     "regression": Setting("regression, targets not scaled", 400, regression),
+    "expert": Setting("an expert used in 2% of the steps", 4000, expert),
+    "expert-fresh": Setting("the same, samples hardly seen twice", 4000, partial(expert, samples=100_000)),
 }
 
 
@@ -259,7 +312,7 @@ def run(name: str, make: Make, rate: float, seed: int, options: dict[str, Any]) 
     setting = SETTINGS[name]
     torch.set_num_threads(1)
     seed_everything(seed)
-    model, loss_of, batches = setting.problem(seed, setting.steps)
+    model, loss_of, batches, held_out = setting.problem(seed, setting.steps)
     optimizer = make(model.parameters(), lr=rate, **{"weight_decay": setting.weight_decay, **options})
     losses: list[float] = []
     seconds = step_seconds = 0.0
@@ -281,6 +334,9 @@ def run(name: str, make: Make, rate: float, seed: int, options: dict[str, Any]) 
         ended = time.process_time()
         seconds, step_seconds = seconds + ended - began, step_seconds + ended - before
     final = statistics.mean(losses[-max(1, setting.steps // LAST) :])
+    if held_out is not None and math.isfinite(losses[-1]):
+        with torch.no_grad():
+            final = loss_of(model(held_out[0]), held_out[1]).item()
     early = statistics.mean(losses[: max(1, setting.steps // LAST)])
     return {
         "loss": final if math.isfinite(final) else None,
@@ -349,7 +405,7 @@ def paired(records: Iterable[dict[str, Any]]) -> dict[str, dict[float, tuple[flo
 def brief(records: Iterable[dict[str, Any]], tasks: Iterable[str] = SETTINGS) -> list[list[str]]:
     """Rows of a table: a task, AdamW at its best rate, Anova at that rate, Anova at its own best rate."""
     rows, found = [], paired(records)
-    for task in tasks:
+    for task in filter(found.__contains__, tasks):
         rate = min(found[task], key=lambda rate: found[task][rate][0])
         (adamw, same), best = found[task][rate], min(anova for _, anova in found[task].values())
         cells = [f"{loss:.3g}" for loss in (adamw, same, best)]
@@ -361,7 +417,7 @@ def brief(records: Iterable[dict[str, Any]], tasks: Iterable[str] = SETTINGS) ->
 def draw(records: Iterable[dict[str, Any]], tasks: Iterable[str] = SETTINGS) -> Figure:
     """Loss against learning rate, a panel for every task."""
     every = paired(records)
-    found = {task: every[task] for task in tasks}
+    found = {task: every[task] for task in tasks if task in every}
     figure = Figure(figsize=(7.2, 1.7 * math.ceil(len(found) / 3)), layout="constrained")
     panels = list(figure.subplots(math.ceil(len(found) / 3), 3, squeeze=False).flat)
     for ax in panels[len(found) :]:

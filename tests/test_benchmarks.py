@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from blockmean.lab import timing
+from blockmean.lab.arms import seed_everything
 from blockmean.lab.spec import RunSpec
 from blockmean.lab.train import run
 from support.scripts import load_script, run_script
@@ -96,6 +97,7 @@ def test_peak_bytes_sees_what_was_freed_again():
     script = f"""
 import torch
 from blockmean.lab import timing
+from blockmean.lab.arms import seed_everything
 
 def operation():
     return torch.ones(16 * {million}).sum()  # float32
@@ -310,3 +312,46 @@ def test_the_overhead_is_measured_per_tensor(tmp_path: Path):
     assert [row["optimizer"] for row in record["rows"]] == list(overhead.OPTIMIZERS)
     assert record["rows"][0]["ratio"]["median"] == 1
     assert all(0 < row["microseconds_per_tensor"]["median"] < 1000 for row in record["rows"])
+
+
+def test_the_rare_expert_has_a_gradient_in_two_steps_of_a_hundred_and_is_judged_by_held_out_data():
+    script = load("benchmarks/anova_rates.py")
+    seed_everything(0)
+    model, loss_of, batches, (inputs, targets) = script.expert(0, 100)
+    rare = list(model.experts[-1].parameters())
+    used = []
+    for _ in range(100):
+        x, y = next(batches)
+        model.zero_grad()
+        loss_of(model(x), y).backward()
+        used.append([param.grad is not None for param in rare])
+        assert model.body.weight.grad is not None
+    assert used.count([True] * 4) == 2 and used.count([False] * 4) == 98
+    with torch.no_grad():
+        untrained = loss_of(model(inputs), targets).item()
+    script.SETTINGS["expert"] = script.SETTINGS["expert"]._replace(steps=2)
+    assert script.run("expert", torch.optim.AdamW, 0.0, 0, {})["loss"] == untrained
+
+
+def test_tables_of_rates_leave_out_tasks_without_records():
+    script = load("benchmarks/anova_rates.py")
+    records = [{"task": "expert", "arm": arm, "rate": 1e-3, "seed": 0, "loss": 1.0} for arm in script.OPTIMIZERS]
+    assert [row[0] for row in script.brief(records)] == ["an expert used in 2% of the steps"]
+    assert len(script.draw(records).axes) == 1
+
+
+def test_the_modes_that_a_generator_covers_are_counted_and_runs_not_made_again(tmp_path: Path):
+    script, out = load("benchmarks/gan.py"), tmp_path / "gan.jsonl"
+    centres = script.centres()
+    near, far = centres[:2] + script.SPREAD, centres[:1] + 4 * script.SPREAD
+    assert script.coverage(torch.cat([near.repeat(99, 1), far, far])) == {"modes": 2, "near": pytest.approx(0.99)}
+    assert script.coverage(torch.cat([far.repeat(199, 1), centres[:1]]))["modes"] == 0  # half a percent
+    arguments = ["--rates", 1e-3, "--seeds", 0, 1, "--steps", 4, "--out", out]
+    printed = run_benchmark("gan", *arguments)
+    assert "| 0.001, AdamW | 2 |" in printed and "| 0.001, Anova | 2 |" in printed
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(records) == 4
+    assert all({"midway", "end", "seconds", "environment"} <= set(record) for record in records)
+    assert all(0 <= record[when]["modes"] <= 8 for record in records for when in ("midway", "end"))
+    assert run_benchmark("gan", *arguments) == printed == run_benchmark("gan", "--table", "--out", out)
+    assert len(out.read_text().splitlines()) == 4
