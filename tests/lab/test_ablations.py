@@ -12,7 +12,8 @@ from blockmean.lab.arms import find, make
 from blockmean.lab.study_cells import ABLATIONS
 
 SHAPES = ((40, 24), (12, 100), (16, 8, 3, 3), (200, 10), (30,), (24, 24))
-SWITCHES = {option: True for arm in ABLATIONS.values() if arm.optimizer == "PlainAnova" for option in arm.options}
+PLAIN = [arm.options for arm in ABLATIONS.values() if arm.optimizer == "PlainAnova"]
+SWITCHES = [option for options in PLAIN for option, value in options.items() if value is True]
 
 
 def gradients(steps, asleep=False, dtype=torch.float64):
@@ -55,6 +56,16 @@ def test_the_twin_takes_anovas_steps(options, asleep):
         # Rounding, 1e-16, times the conditions of what is orthonormalised: to 1e-13 of the way, but to 1e-9 where few
         # rows have a gradient, so that columns are nearly parallel.
         assert (a - b).abs().max() < 1e-9 * moved
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_the_twin_takes_as_many_means_as_it_is_asked_for(k):
+    """Matrices that have none by default have none here, but for Anova's explicit `means`."""
+    ours, twins = trained(Anova, means=k), trained(PlainAnova, means=k)
+    plain = trained(PlainAnova)
+    for a, b, usual, shape in zip(ours, twins, plain, SHAPES, strict=True):
+        alike = usual if shape == (200, 10) else a
+        torch.testing.assert_close(b, alike, rtol=0, atol=1e-9)  # rounding, see above
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

@@ -142,7 +142,7 @@ def test_tables_notes_and_pictures_come_from_whatever_records_there_are(tmp_path
     assert rates.header[1:] == ["3e-05", "0.0001", "0.0003", "0.001", "0.003"]
     assert len(rates.rows) == 2
     ablations = next(table for title, table in found.items() if title.endswith("ablations"))
-    assert [row[0] for row in ablations.rows] == ["means=0", "means=4"]
+    assert [row[0] for row in ablations.rows] == ["means=0", "means=4, hidden layers"]
     assert draw_cell(study, "XS", tmp_path / "picture").svg.stat().st_size > 1_000
     partly, _ = filled(tmp_path / "partly", stop=10)
     assert any("final runs" in note for note in notes(partly))

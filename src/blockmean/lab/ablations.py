@@ -38,6 +38,7 @@ class PlainAnova(torch.optim.Optimizer):
 
     Args:
         params, lr, betas, eps, weight_decay, mean_beta, refresh_every: as in `blockmean.Anova`.
+        means: k of every matrix that has means; 0: as with `means="auto"`.
         fixed_factor: c = 1 instead of the measured one.
         no_lift: no longer steps of grand means that agree.
         remainder_per_entry: one second moment for each entry of E instead of one per row.
@@ -56,6 +57,7 @@ class PlainAnova(torch.optim.Optimizer):
         *,
         mean_beta: float = 0.95,
         refresh_every: int = 2,
+        means: int = 0,
         fixed_factor: bool = False,
         no_lift: bool = False,
         remainder_per_entry: bool = False,
@@ -74,7 +76,7 @@ class PlainAnova(torch.optim.Optimizer):
                     continue
                 state, G = self.state[param], param.grad.flatten(1) if param.ndim > 1 else param.grad
                 state["t"] = state.get("t", 0) + 1
-                k = number_of_means(G.shape, group["means_everywhere"])
+                k = number_of_means(G.shape, group["means_everywhere"], group["means"])
                 update = with_means(state, G, k, group) if k else adam(state, G, group)
                 update = update.view_as(param)
                 decay = group["weight_decay"] * param
@@ -83,12 +85,12 @@ class PlainAnova(torch.optim.Optimizer):
                 param.sub_(group["lr"] * (update + decay))
 
 
-def number_of_means(shape: tuple[int, ...], everywhere: bool) -> int:
-    """Half of the shorter side, up to 32; none for short sides, nor for very long ones."""
+def number_of_means(shape: tuple[int, ...], everywhere: bool, asked: int) -> int:
+    """Half of the shorter side, up to 32, or as asked; none for short sides, nor for very long ones."""
     short, long = min(shape), max(shape)
     if len(shape) < 2 or short <= 8 or (long > 16 * short and not everywhere):
         return 0
-    return min(short // 2, 32)
+    return min(asked, short) if asked else min(short // 2, 32)
 
 
 def adam(state: State, G: Tensor, group: dict[str, Any]) -> Tensor:

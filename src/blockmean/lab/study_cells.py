@@ -139,10 +139,9 @@ def _language(model: str, steps: int, batch: int = 16, title: str = "", text: st
 
 
 ABLATIONS = {
-    **{f"means={k}": Arm("Anova", options={"means": k}) for k in (0, 4, 16, 64)},
-    "means=32, refresh_every=1": Arm("Anova", options={"means": 32, "refresh_every": 1}),
-    "refresh_every=1": Arm("Anova", options={"refresh_every": 1}),
-    "refresh_every=20": Arm("Anova", options={"refresh_every": 20}),
+    "means=0": Arm("Anova", options={"means": 0}),
+    **{f"means={k}, hidden layers": Arm("PlainAnova", options={"means": k}) for k in (4, 8, 16, 64)},
+    **{f"refresh_every={every}": Arm("Anova", options={"refresh_every": every}) for every in (1, 5, 20)},
     "factor fixed at 1": Arm("PlainAnova", options={"fixed_factor": True}),
     "no lift": Arm("PlainAnova", options={"no_lift": True}),
     "second moments of E per entry": Arm("PlainAnova", options={"remainder_per_entry": True}),
