@@ -33,7 +33,7 @@ from blockmean.lab.environment import environment, use_threads
 
 MILLION = 2**20
 WORLDS = (2, 4)
-PERIOD = 5  # Anova's default refresh_every
+PERIOD = 2  # Anova's default refresh_every
 Shapes = Sequence[tuple[int, int]]
 
 
@@ -202,7 +202,7 @@ def large(shapes: Shapes, world: int, k: int = 32) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--periods", type=int, default=10, help="of five steps")
+    parser.add_argument("--periods", type=int, default=10, help="of two steps")
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "communication.json")
     options = parser.parse_args()
