@@ -11,7 +11,7 @@ A new optimizer implements `init_state`, `read` and `write`, and checks its opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, overload
@@ -374,6 +374,11 @@ def fingerprint(optimizer: BaseOptimizer) -> list[Any]:
             states = [optimizer.state.get(param, {}) for param in distinct(group)]
             found.append((options, [[int(s[name]) for name in optimizer.counters if name in s] for s in states]))
     return found
+def count_steps(states: Iterable[State]) -> None:
+    """Add one to step counts on the host. A tensor with alpha=1.0 makes it one operation, a number one for each."""
+    torch._foreach_add_([state["step"] for state in states], torch.tensor(1.0, device="cpu"), alpha=1.0)
+
+
 
 
 # -------------------------------------------------------------------- helpers of groups and checkpoints

@@ -27,6 +27,7 @@ from blockmean.optim.base import (
     BaseOptimizer,
     GroupStep,
     State,
+    count_steps,
     distinct,
     given_names,
     require_state,
@@ -161,11 +162,10 @@ class BlockMeanOptimizer(BaseOptimizer):
             step.evidence = [*values, *(x[0].square() for x in values)]  # U holds squares
 
     def write(self, steps: list[GroupStep]) -> None:
-        busy = [step for step in steps if step.states]
-        counters = [state["step"] for step in busy for state in step.states.values()]
-        if counters:
-            torch._foreach_add_(counters, torch.tensor(1.0, device="cpu"), alpha=1.0)
-        for step in busy:
+        for step in steps:
+            if not step.states:
+                continue
+            count_steps(step.states.values())
             if step.work.members or step.work.layout.is_sharded:
                 step.work.sums = functools.reduce(torch.add, [one.value for one in step.sums])
                 self.update_(step.work)
