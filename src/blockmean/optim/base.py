@@ -281,13 +281,12 @@ def collect(optimizer: BaseOptimizer, number: int) -> GroupStep | None:
     if not grads and not is_sharded:
         return None
     owner = type(optimizer).__name__
-    for i, grad in grads.items():
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"{owner} does not support sparse gradients. {shown_names(group)[i]} has one. Make its layer with "
-                "sparse=False."
-            )
-    devices = {params[i].device for i in grads}
+    if sparse := [i for i, grad in grads.items() if grad.layout is not torch.strided]:
+        raise RuntimeError(
+            f"{owner} does not support sparse gradients. {shown_names(group)[sparse[0]]} has one. Make its layer with "
+            "sparse=False."
+        )
+    devices = {grad.device for grad in grads.values()}
     if len(devices) > 1:
         raise RuntimeError(
             f"{owner} processes the parameters of a group together: they must be on one device. "
@@ -304,12 +303,11 @@ def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> 
         return {**state, **optimizer.init_state(param, group)}
     if not optimizer.needed_state <= state.keys():
         raise ValueError(incomplete(optimizer, state, optimizer.needed_state))
-    if all(state[name].dtype == arithmetic(param.dtype) for name in optimizer.entry_state if name in state):
-        return state
-    return {
-        name: optimizer.adopt(param, name, value) if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
+    dtype = arithmetic(param.dtype)
+    for name in optimizer.entry_state:
+        if name in state and state[name].dtype is not dtype:
+            return {key: optimizer.adopt(param, key, x) if isinstance(x, Tensor) else x for key, x in state.items()}
+    return state
 
 
 def incomplete(optimizer: BaseOptimizer, state: State, needed: Set[str]) -> str:
@@ -320,7 +318,7 @@ def incomplete(optimizer: BaseOptimizer, state: State, needed: Set[str]) -> str:
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
     """The dtype of state and arithmetic: that of the parameter, but at least float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def finite_flag(steps: Sequence[GroupStep]) -> Tensor:
@@ -374,11 +372,11 @@ def fingerprint(optimizer: BaseOptimizer) -> list[Any]:
             states = [optimizer.state.get(param, {}) for param in distinct(group)]
             found.append((options, [[int(s[name]) for name in optimizer.counters if name in s] for s in states]))
     return found
+
+
 def count_steps(states: Iterable[State]) -> None:
     """Add one to step counts on the host. A tensor with alpha=1.0 makes it one operation, a number one for each."""
     torch._foreach_add_([state["step"] for state in states], torch.tensor(1.0, device="cpu"), alpha=1.0)
-
-
 
 
 # -------------------------------------------------------------------- helpers of groups and checkpoints

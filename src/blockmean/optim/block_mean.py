@@ -66,8 +66,8 @@ class BlockStep:
     steps: list[int]  # this one included
     present: Tensor | None = None  # which blocks take part, (L,) on the CPU; None: all
     index: Tensor | None = None  # the block of every column; None if columns are the blocks of the group
-    columns: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # of pass 1
-    sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L), complete
+    columns: Tensor = field(init=False)  # of pass 1
+    sums: Tensor = field(init=False)  # (rows, L), complete
     is_finite: bool = False  # whether all sums are known to be
     runs: list[Any] = field(default_factory=list)  # what `block_sums` hands on to `update_`
 
@@ -177,13 +177,13 @@ class BlockMeanOptimizer(BaseOptimizer):
             touched = {layout.starts[i] for i in states if layout.counts[i]}
             others = [i for i in layout.component_of if i not in states and layout.starts[i] in touched]
             states = {**states, **{i: state_of(self, step.params[i], step.group) for i in others}}
-        is_complete = all(i in states for i in layout.order)
+        is_complete = not set(layout.order).difference(states)
         members = layout.local if is_complete else [member for member in layout.local if member.tensor in states]
         order = [member.tensor for member in members]
         params = [step.params[i] for i in order]
         if layout.is_sharded:
             params = [local(param) for param in params]
-        grads, own = [step.grads.get(i) for i in order], [states[i] for i in order]
+        grads, own = list(map(step.grads.get, order)), [states[i] for i in order]
         steps = [int(state["step"].item()) + (grad is not None) for state, grad in zip(own, grads, strict=True)]
         work = BlockStep(step.number, step.group, layout, step.states, members, params, grads, own, steps)
         if not is_complete or layout.is_shared or layout.is_sharded:

@@ -10,6 +10,7 @@ take exactly the step of the principal submatrix without it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -142,14 +143,13 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         *first, second = moments = [work.moments(name) for name in self.entry_state]
         shapes = self._shapes(work, moments, cuts)
         corrected = [rule.form.rows > 1 and member.is_corrected for member in work.members]
+        dtypes, without = [param.dtype for param in work.params], [grad is None for grad in work.grads]
+        longest = CACHED_BYTES // (8 if torch.float64 in dtypes else 4)
         by_block = rule.form.rows == 4 and layout.is_diagonal and not layout.is_shared and not layout.is_sharded
         by_block = by_block and all(
-            shape is not None and shape[0] == 1 and shape[2] * moment.element_size() <= CACHED_BYTES
-            for shape, moment, is_corrected in zip(shapes, second, corrected, strict=True)
-            if is_corrected
+            shape is not None and shape[0] == 1 and shape[2] <= longest for shape in compress(shapes, corrected)
         )
         columns = torch.zeros(rule.form.rows, sum(counts), dtype=torch.float64, device=layout.device)
-        dtypes, without = [param.dtype for param in work.params], [grad is None for grad in work.grads]
         by_torch = [shape is None for shape in shapes]
         keys = list(zip(dtypes, work.steps, without, corrected, by_torch, strict=True))
         sizes = [cut.entries if shape is None else 0 for cut, shape in zip(cuts, shapes, strict=True)]
