@@ -135,7 +135,6 @@ class Anova(BaseOptimizer):
 
     counters = ("step", "means_start_step")
     entry_state = ("exp_avg",)
-    needed_state = frozenset(entry_state)
 
     def __init__(
         self,

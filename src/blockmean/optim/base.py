@@ -66,8 +66,8 @@ class BaseOptimizer(Optimizer):
     """State that counts steps: float32 on the CPU, as in torch."""
     entry_state: ClassVar[tuple[str, ...]] = ()
     """Moments: state with one number per entry of a parameter."""
-    needed_state: ClassVar[frozenset[str]] = frozenset()
-    """State without which no step can be taken, once there is any."""
+    optional_state: ClassVar[tuple[str, ...]] = ()
+    """Moments that a parameter may lack, as they are switched on later."""
 
     def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
         self.skipped_steps: int | Tensor = 0
@@ -301,11 +301,12 @@ def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> 
     state: State = optimizer.state.get(param, {})
     if "step" not in state:
         return {**state, **optimizer.init_state(param, group)}
-    if not optimizer.needed_state <= state.keys():
-        raise ValueError(incomplete(optimizer, state, optimizer.needed_state))
     dtype = arithmetic(param.dtype)
     for name in optimizer.entry_state:
-        if name in state and state[name].dtype is not dtype:
+        if name not in state:
+            if name not in optimizer.optional_state:
+                raise ValueError(incomplete(optimizer, state, {name}))
+        elif state[name].dtype is not dtype:
             return {key: optimizer.adopt(param, key, x) if isinstance(x, Tensor) else x for key, x in state.items()}
     return state
 

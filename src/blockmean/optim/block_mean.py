@@ -353,8 +353,8 @@ class BlockMeanOptimizer(BaseOptimizer):
 
     def check_state(self, number: int, group: dict[str, Any], states: Mapping[int, State]) -> None:
         owner, current = type(self).__name__, self.param_groups[number]
-        for i, state in states.items():  # momentum may have been off so far
-            moments = [name for name in self.entry_state if name in state or name != "momentum_buffer"]
+        for i, state in states.items():
+            moments = [name for name in self.entry_state if name in state or name not in self.optional_state]
             require_state(current, i, state, owner, moments)
         remedy = f"Construct {owner} with the model and the partition it was saved with, or delete 'U' from the states."
         layout = self._make_layout(number, self._layouts[number].tensors, group)

@@ -87,7 +87,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
     >>> optimizer.step()
     """
 
-    entry_state = ("momentum_buffer",)
+    entry_state = optional_state = ("momentum_buffer",)
 
     def __init__(
         self,
