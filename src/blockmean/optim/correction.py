@@ -26,6 +26,7 @@ from blockmean.optim.kernels import CACHED_BYTES, Native, geometry_of, serve_all
 from blockmean.optim.layout import Component, Layout
 from blockmean.optim.passes import FORMS, MOST_ENTRIES, SMALLEST_LAMBDA, Foreach, Form, Rule, alike
 from blockmean.optim.sharding import local
+from blockmean.optim.statistics import diagonal
 
 BEGUN = {"U", "energy", "blocks"}
 """State of blocks that are solved one by one."""
@@ -64,21 +65,20 @@ def normalised(U: Tensor, n: Tensor, keep_diagonal: bool) -> Tensor:
     inverse = (1 / n).masked_fill_(off, 0)
     A = U * inverse if U.ndim == 1 else U * inverse[:, None]
     A *= inverse  # two products: n_i n_j alone may underflow
-    diagonal = A if U.ndim == 1 else A.diagonal()
-    diagonal.masked_fill_(off, 1) if keep_diagonal else diagonal.fill_(1)
+    diagonal(A).masked_fill_(off, 1) if keep_diagonal else diagonal(A).fill_(1)
     return A
 
 
 def balance(A: Tensor, sizes: Tensor) -> Tensor:
     """κ_i = λ_i^-½ with λ_i = (s_i − A_ii) / (s_i − 1), between 1 and 1 / √SMALLEST_LAMBDA, (L,)."""
-    own = (A if A.ndim == 1 else A.diagonal()).clamp(min=1)
+    own = diagonal(A).clamp(min=1)
     lam = (sizes - own) / (sizes - 1).clamp_(min=1)
     return lam.clamp_(min=SMALLEST_LAMBDA).rsqrt_().masked_fill_(sizes <= 1, 1)
 
 
-def capped(c: Tensor, diagonal: Tensor, weight: Tensor, cap: float) -> Tensor:
+def capped(c: Tensor, plain: Tensor, weight: Tensor, cap: float) -> Tensor:
     """c, shortened for blocks whose correction is longer than `cap` times their diagonal step."""
-    limit = cap * diagonal.sqrt() / weight.sqrt()
+    limit = cap * plain.sqrt() / weight.sqrt()
     return torch.where(weight > 0, c.clamp(-limit, limit), 0.0)
 
 
