@@ -59,7 +59,6 @@ class AdaGradBMA(CorrectedOptimizer):
     """
 
     entry_state = ("sum",)
-    needed_state = frozenset(entry_state)
 
     def __init__(
         self,

@@ -60,7 +60,6 @@ class AdamBMA(CorrectedOptimizer):
     """
 
     entry_state = ("exp_avg", "exp_avg_sq")
-    needed_state = frozenset(entry_state)
 
     def __init__(
         self,

@@ -48,6 +48,7 @@ from blockmean.optim.base import (
     GroupStep,
     State,
     arithmetic,
+    count_steps,
     distinct,
     given_names,
     incomplete,
@@ -134,7 +135,6 @@ class Anova(BaseOptimizer):
 
     counters = ("step", "means_start_step")
     entry_state = ("exp_avg",)
-    needed_state = frozenset(entry_state)
 
     def __init__(
         self,
@@ -364,8 +364,8 @@ class Anova(BaseOptimizer):
         if kernels is None:
             return []
         left = [native[i] for i in kernels.write(step.ok)]
-        if counters := [step.states[i]["step"] for i in native if i not in left]:
-            torch._foreach_add_(counters, torch.tensor(1.0, device="cpu"), alpha=1.0)  # faster than a number
+        if taken := [step.states[i] for i in native if i not in left]:
+            count_steps(taken)
         return batches_of(step, left)
 
     def _apply_adamw(self, step: GroupStep) -> None:
@@ -387,30 +387,30 @@ class Anova(BaseOptimizer):
         ]
         if step.is_sharded:
             lists = [[local(x) for x in values] for values in lists]
-        if not {x.dtype for x in params} <= {torch.float32, torch.float64}:
+        dtypes = {x.dtype for x in params}
+        if not dtypes <= {torch.float32, torch.float64}:
             lists[:2] = map(exact, lists[:2])
         # torch's fused form takes memory as it lies, so only what lies alike may go there.
         fused = bool(asked) and all(all(map(Tensor.is_contiguous, values)) for values in lists)
         thetas, grads, first, second = lists
-        adamw(
-            thetas,
-            grads,
-            first,
-            second,
-            [],
-            [state["step"] for state in states],
-            foreach=None if fused else bool(group["foreach"] or (group["foreach"] is None and device.type != "cpu")),
-            fused=fused,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=rate_of(group),
-            weight_decay=group["weight_decay"],
-            found_inf=None if step.ok is None else 1 - step.ok,
-            eps=max(group["eps"], torch.finfo(torch.float32).tiny ** 0.5),  # 0 / 0 is 0
-            maximize=group["maximize"],
-        )
-        if thetas[0] is not params[0]:
+        counters = [state["step"] for state in states]
+        options: dict[str, Any] = {
+            "amsgrad": False,
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            "lr": rate_of(group),
+            "weight_decay": group["weight_decay"],
+            "eps": max(group["eps"], torch.finfo(torch.float32).tiny ** 0.5),  # 0 / 0 is 0
+            "maximize": group["maximize"],
+        }
+        if fused and device.type == "cpu" and len(dtypes) == 1 and step.ok is None:  # adamw counts tensor by tensor
+            count_steps(states)
+            torch._fused_adamw_(thetas, grads, first, second, [], counters, **options)
+        else:
+            foreach = None if fused else bool(group["foreach"] or (group["foreach"] is None and device.type != "cpu"))
+            bad = None if step.ok is None else 1 - step.ok
+            adamw(thetas, grads, first, second, [], counters, foreach, fused=fused, found_inf=bad, **options)
+        if thetas is not params:
             torch._foreach_copy_(params, thetas)
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ A new optimizer implements `init_state`, `read` and `write`, and checks its opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, overload
@@ -66,8 +66,8 @@ class BaseOptimizer(Optimizer):
     """State that counts steps: float32 on the CPU, as in torch."""
     entry_state: ClassVar[tuple[str, ...]] = ()
     """Moments: state with one number per entry of a parameter."""
-    needed_state: ClassVar[frozenset[str]] = frozenset()
-    """State without which no step can be taken, once there is any."""
+    optional_state: ClassVar[tuple[str, ...]] = ()
+    """Moments that a parameter may lack, as they are switched on later."""
 
     def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
         self.skipped_steps: int | Tensor = 0
@@ -281,13 +281,12 @@ def collect(optimizer: BaseOptimizer, number: int) -> GroupStep | None:
     if not grads and not is_sharded:
         return None
     owner = type(optimizer).__name__
-    for i, grad in grads.items():
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"{owner} does not support sparse gradients. {shown_names(group)[i]} has one. Make its layer with "
-                "sparse=False."
-            )
-    devices = {params[i].device for i in grads}
+    if sparse := [i for i, grad in grads.items() if grad.layout is not torch.strided]:
+        raise RuntimeError(
+            f"{owner} does not support sparse gradients. {shown_names(group)[sparse[0]]} has one. Make its layer with "
+            "sparse=False."
+        )
+    devices = {grad.device for grad in grads.values()}
     if len(devices) > 1:
         raise RuntimeError(
             f"{owner} processes the parameters of a group together: they must be on one device. "
@@ -302,14 +301,14 @@ def state_of(optimizer: BaseOptimizer, param: Tensor, group: dict[str, Any]) -> 
     state: State = optimizer.state.get(param, {})
     if "step" not in state:
         return {**state, **optimizer.init_state(param, group)}
-    if not optimizer.needed_state <= state.keys():
-        raise ValueError(incomplete(optimizer, state, optimizer.needed_state))
-    if all(state[name].dtype == arithmetic(param.dtype) for name in optimizer.entry_state if name in state):
-        return state
-    return {
-        name: optimizer.adopt(param, name, value) if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
+    dtype = arithmetic(param.dtype)
+    for name in optimizer.entry_state:
+        if name not in state:
+            if name not in optimizer.optional_state:
+                raise ValueError(incomplete(optimizer, state, {name}))
+        elif state[name].dtype is not dtype:
+            return {key: optimizer.adopt(param, key, x) if isinstance(x, Tensor) else x for key, x in state.items()}
+    return state
 
 
 def incomplete(optimizer: BaseOptimizer, state: State, needed: Set[str]) -> str:
@@ -320,7 +319,7 @@ def incomplete(optimizer: BaseOptimizer, state: State, needed: Set[str]) -> str:
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
     """The dtype of state and arithmetic: that of the parameter, but at least float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def finite_flag(steps: Sequence[GroupStep]) -> Tensor:
@@ -374,6 +373,11 @@ def fingerprint(optimizer: BaseOptimizer) -> list[Any]:
             states = [optimizer.state.get(param, {}) for param in distinct(group)]
             found.append((options, [[int(s[name]) for name in optimizer.counters if name in s] for s in states]))
     return found
+
+
+def count_steps(states: Iterable[State]) -> None:
+    """Add one to step counts on the host. A tensor with alpha=1.0 makes it one operation, a number one for each."""
+    torch._foreach_add_([state["step"] for state in states], torch.tensor(1.0, device="cpu"), alpha=1.0)
 
 
 # -------------------------------------------------------------------- helpers of groups and checkpoints

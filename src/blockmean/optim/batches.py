@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockmean.optim import sharding
-from blockmean.optim.base import GroupStep, State, arithmetic
+from blockmean.optim.base import GroupStep, State, arithmetic, count_steps
 from blockmean.optim.decomposition import (
     SIDES,
     Matrices,
@@ -110,7 +110,7 @@ class Batch:
 
     def store(self) -> None:
         """Write state back where it was copied, and count the step."""
-        torch._foreach_add_([state["step"] for state in self.states], 1)
+        count_steps(self.states)
         if len(self.states) > 1:
             for name, values in self.padded.items():
                 own = [_flat(local(state[name])) for state in self.states]

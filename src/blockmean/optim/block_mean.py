@@ -27,6 +27,7 @@ from blockmean.optim.base import (
     BaseOptimizer,
     GroupStep,
     State,
+    count_steps,
     distinct,
     given_names,
     require_state,
@@ -65,8 +66,8 @@ class BlockStep:
     steps: list[int]  # this one included
     present: Tensor | None = None  # which blocks take part, (L,) on the CPU; None: all
     index: Tensor | None = None  # the block of every column; None if columns are the blocks of the group
-    columns: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # of pass 1
-    sums: Tensor = field(default_factory=lambda: torch.zeros(1, 0))  # (rows, L), complete
+    columns: Tensor = field(init=False)  # of pass 1
+    sums: Tensor = field(init=False)  # (rows, L), complete
     is_finite: bool = False  # whether all sums are known to be
     runs: list[Any] = field(default_factory=list)  # what `block_sums` hands on to `update_`
 
@@ -161,11 +162,10 @@ class BlockMeanOptimizer(BaseOptimizer):
             step.evidence = [*values, *(x[0].square() for x in values)]  # U holds squares
 
     def write(self, steps: list[GroupStep]) -> None:
-        busy = [step for step in steps if step.states]
-        counters = [state["step"] for step in busy for state in step.states.values()]
-        if counters:
-            torch._foreach_add_(counters, torch.tensor(1.0, device="cpu"), alpha=1.0)
-        for step in busy:
+        for step in steps:
+            if not step.states:
+                continue
+            count_steps(step.states.values())
             if step.work.members or step.work.layout.is_sharded:
                 step.work.sums = functools.reduce(torch.add, [one.value for one in step.sums])
                 self.update_(step.work)
@@ -177,13 +177,13 @@ class BlockMeanOptimizer(BaseOptimizer):
             touched = {layout.starts[i] for i in states if layout.counts[i]}
             others = [i for i in layout.component_of if i not in states and layout.starts[i] in touched]
             states = {**states, **{i: state_of(self, step.params[i], step.group) for i in others}}
-        is_complete = all(i in states for i in layout.order)
+        is_complete = not set(layout.order).difference(states)
         members = layout.local if is_complete else [member for member in layout.local if member.tensor in states]
         order = [member.tensor for member in members]
         params = [step.params[i] for i in order]
         if layout.is_sharded:
             params = [local(param) for param in params]
-        grads, own = [step.grads.get(i) for i in order], [states[i] for i in order]
+        grads, own = list(map(step.grads.get, order)), [states[i] for i in order]
         steps = [int(state["step"].item()) + (grad is not None) for state, grad in zip(own, grads, strict=True)]
         work = BlockStep(step.number, step.group, layout, step.states, members, params, grads, own, steps)
         if not is_complete or layout.is_shared or layout.is_sharded:
@@ -353,8 +353,8 @@ class BlockMeanOptimizer(BaseOptimizer):
 
     def check_state(self, number: int, group: dict[str, Any], states: Mapping[int, State]) -> None:
         owner, current = type(self).__name__, self.param_groups[number]
-        for i, state in states.items():  # momentum may have been off so far
-            moments = [name for name in self.entry_state if name in state or name != "momentum_buffer"]
+        for i, state in states.items():
+            moments = [name for name in self.entry_state if name in state or name not in self.optional_state]
             require_state(current, i, state, owner, moments)
         remedy = f"Construct {owner} with the model and the partition it was saved with, or delete 'U' from the states."
         layout = self._make_layout(number, self._layouts[number].tensors, group)

@@ -10,6 +10,7 @@ take exactly the step of the principal submatrix without it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from blockmean.optim.kernels import CACHED_BYTES, Native, geometry_of, serve_all
 from blockmean.optim.layout import Component, Layout
 from blockmean.optim.passes import FORMS, MOST_ENTRIES, SMALLEST_LAMBDA, Foreach, Form, Rule, alike
 from blockmean.optim.sharding import local
+from blockmean.optim.statistics import diagonal
 
 BEGUN = {"U", "energy", "blocks"}
 """State of blocks that are solved one by one."""
@@ -63,21 +65,20 @@ def normalised(U: Tensor, n: Tensor, keep_diagonal: bool) -> Tensor:
     inverse = (1 / n).masked_fill_(off, 0)
     A = U * inverse if U.ndim == 1 else U * inverse[:, None]
     A *= inverse  # two products: n_i n_j alone may underflow
-    diagonal = A if U.ndim == 1 else A.diagonal()
-    diagonal.masked_fill_(off, 1) if keep_diagonal else diagonal.fill_(1)
+    diagonal(A).masked_fill_(off, 1) if keep_diagonal else diagonal(A).fill_(1)
     return A
 
 
 def balance(A: Tensor, sizes: Tensor) -> Tensor:
     """κ_i = λ_i^-½ with λ_i = (s_i − A_ii) / (s_i − 1), between 1 and 1 / √SMALLEST_LAMBDA, (L,)."""
-    own = (A if A.ndim == 1 else A.diagonal()).clamp(min=1)
+    own = diagonal(A).clamp(min=1)
     lam = (sizes - own) / (sizes - 1).clamp_(min=1)
     return lam.clamp_(min=SMALLEST_LAMBDA).rsqrt_().masked_fill_(sizes <= 1, 1)
 
 
-def capped(c: Tensor, diagonal: Tensor, weight: Tensor, cap: float) -> Tensor:
+def capped(c: Tensor, plain: Tensor, weight: Tensor, cap: float) -> Tensor:
     """c, shortened for blocks whose correction is longer than `cap` times their diagonal step."""
-    limit = cap * diagonal.sqrt() / weight.sqrt()
+    limit = cap * plain.sqrt() / weight.sqrt()
     return torch.where(weight > 0, c.clamp(-limit, limit), 0.0)
 
 
@@ -142,14 +143,13 @@ class CorrectedOptimizer(BlockMeanOptimizer):
         *first, second = moments = [work.moments(name) for name in self.entry_state]
         shapes = self._shapes(work, moments, cuts)
         corrected = [rule.form.rows > 1 and member.is_corrected for member in work.members]
+        dtypes, without = [param.dtype for param in work.params], [grad is None for grad in work.grads]
+        longest = CACHED_BYTES // (8 if torch.float64 in dtypes else 4)
         by_block = rule.form.rows == 4 and layout.is_diagonal and not layout.is_shared and not layout.is_sharded
         by_block = by_block and all(
-            shape is not None and shape[0] == 1 and shape[2] * moment.element_size() <= CACHED_BYTES
-            for shape, moment, is_corrected in zip(shapes, second, corrected, strict=True)
-            if is_corrected
+            shape is not None and shape[0] == 1 and shape[2] <= longest for shape in compress(shapes, corrected)
         )
         columns = torch.zeros(rule.form.rows, sum(counts), dtype=torch.float64, device=layout.device)
-        dtypes, without = [param.dtype for param in work.params], [grad is None for grad in work.grads]
         by_torch = [shape is None for shape in shapes]
         keys = list(zip(dtypes, work.steps, without, corrected, by_torch, strict=True))
         sizes = [cut.entries if shape is None else 0 for cut, shape in zip(cuts, shapes, strict=True)]

@@ -42,6 +42,7 @@ from blockmean.optim.correction import accumulate_, average_, normalised
 from blockmean.optim.layout import Component
 from blockmean.optim.passes import move_, signed
 from blockmean.optim.sharding import Sum, groups_of, reduce
+from blockmean.optim.statistics import diagonal
 
 ADAPT = 1.5
 """The factor by which `adapt_damping` raises or lowers the damping."""
@@ -87,7 +88,7 @@ class NaturalGradientBMA(BlockMeanOptimizer):
     >>> optimizer.step()
     """
 
-    entry_state = ("momentum_buffer",)
+    entry_state = optional_state = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -249,8 +250,3 @@ def adapted(damping: float, ratio: float) -> float:
     elif ratio > 0.75:
         damping /= ADAPT
     return min(max(damping, DAMPING_RANGE[0]), DAMPING_RANGE[1])
-
-
-def diagonal(A: Tensor) -> Tensor:
-    """The diagonal of a matrix, or of the diagonal matrix that a vector represents, (L,)."""
-    return A if A.ndim == 1 else A.diagonal()

@@ -101,9 +101,13 @@ def _gather(layout: Layout, name: str, holders: Mapping[int, int], held: Mapping
         if i not in held:
             values[..., stop - count : stop] = 0  # if a row is missing, drop its column too
             if initial and name in ("U", "energy"):
-                diagonal = values if values.ndim == 1 else values.diagonal()
-                diagonal[stop - count : stop] = initial * layout.sizes[start : start + count].to(diagonal)
+                diagonal(values)[stop - count : stop] = initial * layout.sizes[start : start + count].to(values)
     return values
+
+
+def diagonal(A: Tensor) -> Tensor:
+    """The diagonal of a matrix, or of the diagonal matrix that a vector represents, (L,)."""
+    return A if A.ndim == 1 else A.diagonal()
 
 
 def check_places(layout: Layout, states: Mapping[int, State], names: Sequence[str], remedy: str) -> None:

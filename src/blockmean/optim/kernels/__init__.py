@@ -12,7 +12,7 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from struct import Struct
@@ -153,9 +153,9 @@ class Native(Run):
             *(sums, rule.betas is not None, DTYPES[self.params[0].dtype], *betas, rule.eps, rule.weight_decay),
             *(-1.0 if rule.maximize else 1.0, rule.floor, SMALLEST_LAMBDA, *rule.numbers(self.step)),
         )
-        first = addresses(self.first) if self.first else repeat(0, count)
+        first = addresses(self.first) if self.first else [0] * count
         columns = addresses(self.params), addresses(self.grads), first, addresses(self.second)
-        self._columns = array("q", chain(*columns, chain.from_iterable(self.shapes)))
+        self._columns = array("q", [*chain(*columns, *self.shapes)])
 
     def block_sums(self) -> bool:
         """Pass 1: fill in the sums. Returns whether they are finite."""
@@ -172,7 +172,7 @@ class Native(Run):
         U and the energy are those of every tensor's blocks. Rows 2 and 3 of the sums become the length of the
         uncorrected step along what a block shares, and its change.
         """
-        states = array("q", chain(addresses(U), addresses(energy)))
+        states = array("q", [*addresses(U), *addresses(energy)])
         self._call("solve_and_apply", states.buffer_info()[0], self.sums.data_ptr(), self.sums.stride(0))
         torch.autograd.graph.increment_version(self.params)
 
