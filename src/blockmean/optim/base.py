@@ -170,8 +170,7 @@ class BaseOptimizer(Optimizer):
             self.skipped_steps += 1
             return
         for step in steps:
-            for i, state in step.states.items():
-                self.state[step.params[i]] = state
+            self.state.update((step.params[i], state) for i, state in step.states.items())
         self.write(steps)
 
     def _reduce(self, steps: list[GroupStep], failure: Exception | None, processes: list[Any]) -> bool:
