@@ -43,11 +43,16 @@ PUBLISHED = {
     "race/transformer-192": (110, "c8ea2629cc1462bb"),
     "race/transformer-64": (110, "79ffd688227d9550"),
     "measurements": (2, "bb1fdea86df2b300"),
+    "study/XS-fewer-means": (56, "a5868cd464b115bd"),
 }
 """The digest of every study, taken when its records were one file each: keys and contents."""
 
 
-GROWING = {"step-times.jsonl", "digits-mlp.jsonl", *(f"study/{cell}.jsonl" for cell in CELLS)}
+GROWING = {
+    "step-times.jsonl",
+    "digits-mlp.jsonl",
+    *(f"study/{cell}{what}.jsonl" for cell in CELLS for what in ("", "-times")),
+}
 """Files of studies that go on."""
 
 
