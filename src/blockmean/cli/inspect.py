@@ -181,7 +181,7 @@ def _numbers(row: Row) -> list[str]:
 
 
 def _abbreviated(name: str, width: int, known: list[str]) -> str:
-    """A dotted name that fits a width if its first parts give way to their first letters and numbers: t.h.0.attn.weight.
+    """A dotted name that fits a width if its first parts give way to letters and numbers: t.h.0.attn.weight.
 
     A part keeps as many letters as tell it from the other parts that `known` names have in its place.
     """
