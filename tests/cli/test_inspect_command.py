@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from blockmean import cli, curvature
+from blockmean.cli.inspect import _abbreviated
 from blockmean.lab.data import load
 from blockmean.lab.inspect import Request, _means, inspect
 from blockmean.lab.models import MODELS
@@ -266,13 +267,24 @@ def test_long_names_take_two_lines_at_most_at_80_columns(own, tmp_path: Path):
     assert "Below each block" not in wide
 
 
+def test_abbreviated_names_stay_apart():
+    known = [f"model.layer{i}.{part}.weight" for i in (1, 12) for part in ("input_norm", "intermediate", "out")]
+    short = {name: _abbreviated(name, 1, known) for name in known}
+    assert short["model.layer12.input_norm.weight"] == "m.l12.inp.weight"
+    assert short["model.layer1.intermediate.weight"] == "m.l1.int.weight"
+    assert short["model.layer1.out.weight"] == "m.l1.o.weight"
+    assert len(set(short.values())) == len(known)
+    assert _abbreviated("a.ab.x", 1, ["a.a.x", "a.ab.x", "a.abc.x"]) == "a.ab.x"
+    assert _abbreviated("a long name", 1, ["a long name"]) == "a long name"  # the last part stays
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_shares_of_anovas_means_stand_beside_chance(own, tmp_path: Path, columns: int):
     (Path.cwd() / f"{own}.py").write_text(LONG_NAMES.replace("4", "12"))
     arguments = ["inspect", f"{own}:Bert", "--data", f"{own}:data", "--out", str(tmp_path), "--norm-probes", "0"]
     result = CliRunner().invoke(cli.app, [*arguments, "--rows", "3"], env={"COLUMNS": str(columns)})
     assert result.exit_code == 0, result.output
-    lines = result.output.partition("What Anova's means see")[2].partition("Means that hold")[0].splitlines()
+    lines = result.output.partition("What Anova's means see")[2].partition("Where means hold")[0].splitlines()
     assert max(map(len, lines)) <= columns
     means = json.loads(saved(tmp_path).read_text())["means"]
     assert len(means) == 11  # of 12 × 12; the classifier has two units

@@ -104,6 +104,7 @@ def _show_blocks(found: Inspection, count: int, numbers: Path) -> None:
     shown = found.largest(count)
     headers = ["block", "size", "A_ii", "λ", "of trace", "strongest correlation"]
     numbers_of = [_numbers(row) for row in shown]
+    known = [row.block for row in found.rows]
     partners = [("–", "") if row.partner is None else (f"{row.correlation:+.2f} ", row.partner) for row in shown]
     names = max(len("block"), *(len(row.block) for row in shown))
     taken = sum(max(map(len, column)) + GAP for column in zip(headers[1:-1], *numbers_of, strict=True)) + EDGES
@@ -114,15 +115,15 @@ def _show_blocks(found: Inspection, count: int, numbers: Path) -> None:
     for row, values, (strength, partner) in zip(shown, numbers_of, partners, strict=True):
         if narrow:  # the correlation goes below its block, and each name has most of the width
             room = console.width - taken
-            below = f"\n  {strength}{_abbreviated(partner, room - 8)}" if partner else ""
-            table.add_row(_abbreviated(row.block, room) + below, *values)
+            below = f"\n  {strength}{_abbreviated(partner, room - 8, known)}" if partner else ""
+            table.add_row(_abbreviated(row.block, room, known) + below, *values)
         else:
             table.add_row(row.block, *values, strength + partner)
     console.print(table)
     if narrow:
         console.print(
-            "Below each block: its strongest correlation with another one. Long names are abbreviated from the left; "
-            f"{numbers.name} has them in full.",
+            "Below each block: its strongest correlation with another one. Long names are\n"
+            f"abbreviated from the left; {numbers.name} has them in full.",
             soft_wrap=True,
         )
     left = len(found.rows) - len(shown)
@@ -157,11 +158,11 @@ def _show_means(found: list[MeanStatistics], count: int, numbers: Path) -> None:
     for i, header in enumerate(headers):
         table.add_column(header, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
     for one, row in zip(shown, rows, strict=True):
-        table.add_row(_abbreviated(one.parameter, room), *row)
+        table.add_row(_abbreviated(one.parameter, room, [one.parameter for one in found]), *row)
     console.print(table)
     console.print(
-        "Means that hold more than by chance are what Anova scales. During training,\n"
-        "Anova.block_statistics() has these numbers, blockmean.plot.shares draws them.",
+        "Where means hold more than by chance, Anova has patterns to work with. During\n"
+        "training, Anova.block_statistics() has these numbers, plot.shares draws them.",
         soft_wrap=True,
     )
     if len(found) > len(shown):
@@ -179,11 +180,26 @@ def _numbers(row: Row) -> list[str]:
     return [f"{row.size:,}", f"{row.A:.3g}", lam, share]
 
 
-def _abbreviated(name: str, width: int) -> str:
-    """A dotted name that fits a width if its first parts give way to their initials and numbers: t.h.0.attn.weight."""
-    parts = name.split(".")
-    for i, part in enumerate(parts[:-1]):
+def _abbreviated(name: str, width: int, known: list[str]) -> str:
+    """A dotted name that fits a width if its first parts give way to letters and numbers: t.h.0.attn.weight.
+
+    A part keeps as many letters as tell it from the other parts that `known` names have in its place.
+    """
+    whole = name.split(".")
+    parts = list(whole)
+    for i in range(len(parts) - 1):
         if len(".".join(parts)) <= width:
             break
-        parts[i] = re.sub(r"^(.).*?(\d*)$", r"\1\2", part)
+        others = {other[i] for other in (one.split(".") for one in known) if other[:i] == whole[:i] and len(other) > i}
+        parts[i] = _initials(whole[i], others - {whole[i]})
     return ".".join(parts)
+
+
+def _initials(part: str, others: set[str]) -> str:
+    """The first letters of a part and its number, as many as no other one has."""
+
+    def cut(text: str, letters: int) -> str:
+        return re.sub(rf"^(.{{{letters}}}).*?(\d*)$", r"\1\2", text)
+
+    lengths = range(1, len(part))
+    return next((cut(part, n) for n in lengths if cut(part, n) not in {cut(other, n) for other in others}), part)

@@ -111,8 +111,9 @@ def _header(
     claims = [claim for part in parts for claim in part.outcome.claims]
     exact, findings = ([claim for claim in claims if claim.exact == kind] for kind in (True, False))
     summary: list[Element | str] = ["What holds of ", _element("cite", PAPER)]
-    summary += [" (Lu, Harandi, Hartley and Pascanu, 2018), and what this library's Anova adds. "]
-    summary += ["“Within noise” means that the 95% interval over the seeds includes no difference."]
+    summary += [" (Lu, Harandi, Hartley and Pascanu, 2018), and what this library's Anova adds. BMA is the paper's "]
+    summary += ["AdaGrad with block means, diag has one rate per parameter, and full the whole matrix. “Within noise” "]
+    summary += ["means that the 95% interval over the seeds includes no difference."]
     made = f"{config.profile} profile, blockmean {__version__}, code {machine['code']}, "
     made += f"{machine['date'][:16].replace('T', ' ')} UTC."
     if config.profile != "paper":

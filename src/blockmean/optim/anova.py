@@ -20,8 +20,8 @@ So δ needs no second moment per entry: it is D_E M plus a matrix of rank k + q.
 P: a mean that is zero but for rounding must not take a full step. D_K, D_R and D_L keep a part's step, in its root mean
 square, below what an Adam in fixed coordinates can reach. ℓ ≥ 1 lifts grand means that agree over steps (`lift_of`).
 
-The bases follow the gradients by subspace iteration. Every T steps they turn; the average gradient is projected anew,
-and second moments follow the rotation approximately:
+The bases follow the gradients by subspace iteration, and are refreshed every T steps: the average gradient is projected
+anew, and second moments follow the rotation approximately:
 
     X ← average of G V Kᵀ,   Y ← average of Gᵀ U K;      U ← orth(X),   V ← orth(Y)      (alone: G Gᵀ U, Gᵀ G V)
     v_R ← v_R (Vᵀ V_new)∘²,   v_L ← (U_newᵀ U)∘² v_L,   v_K ← (U_newᵀ U)∘² v_K (Vᵀ V_new)∘²
@@ -95,10 +95,10 @@ WITH_MEANS = frozenset(("means_start_step", *MEANS))
 class Anova(BaseOptimizer):
     """AdamW, plus separate step sizes for the low-rank part of each weight's gradient.
 
-    What many units, or many inputs, have in common is a small part of the entries and a large part of the curvature.
-    Adam scales entries one by one and cannot see it; here every such mean has a scale of its own. The gradient G (O
-    units, I inputs) of a weight is split with orthonormal U (O×k) and V (I×q), which it learns, into grand means K,
-    means per unit R, means per input L and the remainder E:
+    What many units, or many inputs, have in common takes few numbers and holds much of the curvature. Adam scales
+    entries one by one and cannot use it; here every such mean has a scale of its own. The gradient G of a weight
+    (O units, I inputs) is split with orthonormal U (O×k) and V (I×q), which are learned, into grand means K, means per
+    unit R, means per input L and the remainder E:
 
         G = U K Vᵀ + R Vᵀ + U L + E
 
@@ -108,21 +108,21 @@ class Anova(BaseOptimizer):
 
     Args:
         params: parameters, (name, parameter) pairs, or dicts of groups, as for any torch optimizer.
-        lr: learning rate η, a number or a tensor with one element. AdamW's serves.
+        lr: learning rate η, a number or a tensor with one element. Start with AdamW's.
         betas: β₁, β₂, decay of the averages of the gradient and of the square of its remainder.
         mean_beta: β_m, decay of the averages of squared means.
         means: k and q, columns of U (taken over the units, which gives means per input) and of V (over the inputs:
-            means per unit), one number for both or a pair. "auto" takes half of the shorter side, 32 at most;
-            none for sides of 8 or fewer, nor where one side is more than 16 times the other (vocabularies, LoRA).
-            0 gives torch's AdamW.
-        refresh_every: T, turn U and V once in this many steps; they see every gradient.
+            means per unit), one number for both or a pair. "auto" takes half of the shorter side, 32 at most,
+            but none if a side is 8 or less, or more than 16 times the other (vocabularies, LoRA). 0 is torch's AdamW.
+        refresh_every: T, steps between two refreshes of U and V, which follow every gradient.
         eps: ε, added to the root of every second moment.
         weight_decay: decoupled, as in `torch.optim.AdamW`.
         maximize: step uphill.
         nonfinite: what to do about a NaN or infinite gradient: "raise" (before anything changes) or "skip" the step.
         capturable: never wait for the device, so that steps can be captured in a CUDA graph: `refresh_every` of them in
             one graph, after two outside. Bad gradients are then skipped, and counted on the device.
-        foreach, fused: how tensors that take AdamW are computed, as in torch.
+        foreach, fused: with neither, kernels where they work. `fused=True` raises an error where they do not; anything
+            else uses torch's operations. Tensors that take AdamW are computed as in torch.
 
     `amsgrad` and `differentiable` must be False. Cost O((k + q) d) per step; state d + O(k O + q I)
     numbers, half of AdamW's in wide layers.

@@ -259,8 +259,8 @@ class Diagnosis:
             lines.append(f"Too early to tell: take {FEW_STEPS} to 50 steps first.")
         elif self.matters is None:
             lines.append(
-                f"The means hold {self.share / self.chance:.1f} times the energy that they would hold by chance. "
-                f"To see what that is worth, compare with {self.switch} at the best lr of each."
+                f"The means hold {self.share / self.chance:.1f} times the energy that they would hold by chance.\n"
+                f"To see whether that helps, compare with {self.switch} at the best lr of each."
             )
         elif self.matters:
             lines.append(f"The correction should matter: compare it with {self.switch} at the best lr of each.")
