@@ -126,15 +126,15 @@ class Reference:
         self.rest_variance = lerp(self.rest_variance, rest / (O * I), 1 - b2)
         self.X, self.Y = lerp(self.X, GV @ K.T, 0.05), lerp(self.Y, UG.T @ K, 0.05)
         rK, rR, rL, rE = self.roots(n["eps"], noise, (O, I))
-        c = min(self.factor, max(min((3e-2 / max(n["lr"], 7.5e-5)) ** 0.5, 7e-3 / max(n["lr"], 7.5e-5)), 0.7))
+        c = min(max(self.factor, 0.7), max(min((3e-2 / max(n["lr"], 7.5e-5)) ** 0.5, 7e-3 / max(n["lr"], 7.5e-5)), 0.7))
         self.M = lerp(self.M, G, 1 - b1)
         # δ as the four parts of M, each over its own root
         U, V, K, MV, UM = self.U, self.V, self.K, self.MV, self.UM
         R, L = MV - U @ K, UM - K @ V.T
         E = self.M - MV @ V.T - U @ L
-        agreement = np.clip(((1 + b1) * (K / rK / self.w1) ** 2 - 1) / b1, 0, 1) ** 2 if b1 else 0 * K
-        lifted = np.maximum(c, np.minimum(2 / np.pi * math.sqrt(O * I) * agreement, 2e-2 / n["lr"]))
-        delta = U @ (lifted * K / rK) @ V.T + c * ((R / rR) @ V.T + U @ (L / rL[:, None]) + E / rE[:, None])
+        sigma = math.sqrt(self.variance / self.wE) + n["eps"]
+        lifted = np.maximum(c / rK, np.minimum((K / rK / self.w1) ** 2, 1) / sigma)
+        delta = U @ (lifted * K) @ V.T + c * ((R / rR) @ V.T + U @ (L / rL[:, None]) + E / rE[:, None])
         self.theta = (1 - n["lr"] * n["weight_decay"]) * self.theta - n["lr"] / self.w1 * delta
 
     def roots(self, eps, noise, shape):
@@ -161,8 +161,9 @@ class Reference:
         gain = (self.K**2 / rK).sum() + (SR / rR).sum() + (np.diag(LL) / rL).sum()
         of_rest = max(rest - 2.0**-18 * total, 0.0)
         gain += of_rest / math.sqrt(self.rest_variance / self.wE) if of_rest else 0.0
-        factor = total / math.sqrt(self.variance / self.wE) / gain if total else 0.7
-        self.factor = min(max(factor, 0.7), 20.0)
+        if total:
+            factor = total / math.sqrt(self.variance / self.wE) / gain
+            self.factor = lerp(self.factor, min(max(factor, 0.7), 20.0), 0.2)
 
 
 def turned(S, W):

@@ -122,10 +122,11 @@ class Matrix:
         M, MV, UM, K_m = s["M"], s["MV"], s["UM"], s["K_m"]
         delta = ((MV - U @ K_m) / rR) @ V.T + (U / rL) @ (UM - K_m @ V.T)
         delta += (M - MV @ V.T - U @ UM + U @ K_m @ V.T) / rE[:, None]
-        c = min(float(s["factor"]), max(min((3e-2 / max(rates.lr, 7.5e-5)) ** 0.5, 7e-3 / max(rates.lr, 7.5e-5)), 0.7))
-        rho, beta1 = K_m / rK / s["w1"], rates.beta1
-        agreement = np.clip(((1 + beta1) * rho**2 - 1) / beta1, 0, 1) ** 2 if beta1 else 0 * rho
-        lifted = np.maximum(c, np.minimum(2 / np.pi * (O * I) ** 0.5 * agreement, 2e-2 / rates.lr))
-        delta = c * delta + U @ (lifted * K_m / rK) @ V.T
+        c = min(
+            max(float(s["factor"]), 0.7),
+            max(min((3e-2 / max(rates.lr, 7.5e-5)) ** 0.5, 7e-3 / max(rates.lr, 7.5e-5)), 0.7),
+        )
+        sigma = np.sqrt(s["variance"] / s["wE"]) + rates.eps
+        delta = c * delta + U @ (np.maximum(c / rK, np.minimum((K_m / rK / s["w1"]) ** 2, 1) / sigma) * K_m) @ V.T
         self.param = (1 - rates.lr * rates.weight_decay) * self.param - rates.lr / s["w1"] * delta
         return float(total)

@@ -341,7 +341,7 @@ class DenseAnova:
     def __init__(self, theta, units, inputs, *, lr, betas, mean_beta, every, eps=1e-8, decay=0.0):
         self.theta, self.k, self.q = theta.copy(), min(units, theta.shape[0]), min(inputs, theta.shape[1])
         self.lr, self.betas, self.mean_beta, self.every, self.eps, self.decay = lr, betas, mean_beta, every, eps, decay
-        self.m, self.t, self.variance, self.rest_variance = np.zeros_like(theta), 0, 0.0, 0.0
+        self.m, self.t, self.variance, self.rest_variance, self.c = np.zeros_like(theta), 0, 0.0, 0.0, 0.0
 
     @staticmethod
     def start(A, k):
@@ -420,8 +420,6 @@ class DenseAnova:
             self.v[i] = beta * self.v[i] + (1 - beta) * square
         self.variance = beta2 * self.variance + (1 - beta2) * (G**2).mean()
         self.rest_variance = beta2 * self.rest_variance + (1 - beta2) * (self.coordinates(G)[-1] ** 2).mean()
-        if self.t == 1:
-            self.c = self.factor(G)
         size = known**0.5 * 2.0**-19
         noise = [size, size / O**0.5, size / I**0.5, size / (O * I) ** 0.5]
         K, R, L, E = (
@@ -429,9 +427,9 @@ class DenseAnova:
             for part, root, floor in zip(self.coordinates(average), self.roots(), noise, strict=True)
         )
         c = max(min(self.c, (3e-2 / self.lr) ** 0.5, 7e-3 / self.lr), 0.7)
-        # A grand mean that agrees over steps moves as far as with AdamW, (2/π) √(O I) rates, but no further than 0.02.
-        agreement = np.clip(((1 + beta1) * K**2 - 1) / beta1, 0, 1) ** 2 if beta1 else 0 * K
-        lifted = np.maximum(c, np.minimum(2 / np.pi * (O * I) ** 0.5 * agreement, 2e-2 / self.lr))
+        # A grand mean that agrees over steps moves as with one second moment for all entries, but no less than others.
+        root_K, sigma = self.roots()[0] + noise[0], np.sqrt(self.variance / (1 - beta2**self.t)) + self.eps
+        lifted = np.maximum(c, np.minimum(K**2, 1) * root_K / sigma)
         delta = U @ (lifted * K) @ V.T + c * (R @ V.T + U @ L + E)
         self.theta = self.theta * (1 - self.lr * self.decay) - self.lr * delta
         self.X = 0.95 * self.X + 0.05 * (G @ V @ (U.T @ G @ V).T if self.q else G @ G.T @ U)
@@ -448,4 +446,4 @@ class DenseAnova:
                 u = np.array([(1 - beta) * beta**j for j in range(self.t)]) / (1 - beta**self.t)
                 bound = (w**2 / u).sum()  # (Σ w g)² ≤ (Σ w²/u) (Σ u g²)
                 self.v[i] = np.maximum(self.v[i], (1 - beta**self.t) * square / bound)
-            self.c = self.factor(average)
+            self.c = 0.8 * self.c + 0.2 * self.factor(average)

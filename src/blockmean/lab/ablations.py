@@ -18,8 +18,6 @@ NOISE, LEAST = 2.0**-19, 2.0**-18
 """Shares of a gradient, and of a row's square, that may be rounding errors of float32."""
 FORGET = 0.95
 """ρ: decay of the averages that U and V follow."""
-MAX_LIFT = 2e-2
-"""What a grand mean that agrees over steps moves by at most."""
 INERTIA, CLOSEST = 1e-3, 1e-5
 """How much of the old columns is added to new ones, and how close to parallel columns may be."""
 
@@ -123,17 +121,14 @@ def with_means(state: State, G: Tensor, k: int, group: dict[str, Any]) -> Tensor
     own = group["own_sketches"]
     state["X"] = average(state["X"], G @ (G.T @ U) if own else G @ V @ parts.K.T, FORGET)
     state["Y"] = average(state["Y"], G.T @ (G @ V) if own else G.T @ U @ parts.K, FORGET)
-    if age == 1:
-        state["c"] = factor(state, G, parts, weights, group)
     floors = [NOISE * (energy / size) ** 0.5 for size in (1, units, inputs, units * inputs)]
     roots = [(v / w).sqrt() + group["eps"] + floor for v, w, floor in zip(state["v"], weights, floors, strict=True)]
     K, R, L, E = split(M / (1 - beta1**t), U, V)
     root_E = roots[3] if per_entry else roots[3][:, None]
-    c = torch.ones(()) if group["fixed_factor"] else state["c"].clamp(max=largest_factor(group["lr"]))
+    c = torch.ones(()) if group["fixed_factor"] else state["c"].clamp(0.7, largest_factor(group["lr"]))
     K = K / roots[0]
-    agreement = (((1 + beta1) * K.square() - 1) / beta1).clamp(0, 1).square()
-    lift = (2 / math.pi * (units * inputs) ** 0.5 * agreement).clamp(max=MAX_LIFT / group["lr"]) / c
-    K = K if group["no_lift"] else K * lift.clamp(min=1)
+    sigma = (state["variance"] / weights.E).sqrt() + group["eps"]
+    K = K if group["no_lift"] else K * (K.square().clamp(max=1) * roots[0] / (c * sigma)).clamp(min=1)
     delta = U @ K @ V.T + R / roots[1] @ V.T + U @ (L / roots[2][:, None]) + E / root_E
     if age % group["refresh_every"] == 0:
         refresh(state, seen, weights, group)
@@ -177,7 +172,7 @@ def factor(state: State, A: Tensor, parts: Parts, weights: Parts, group: dict[st
 
 
 def largest_factor(lr: float) -> float:
-    """c lifts no rate above 7e-3, and is at most √(3e-2 / η)."""
+    """c raises no rate above 7e-3, and is at most √(3e-2 / η)."""
     lr = max(lr, 3e-2 / 20.0**2)
     return max(min(math.sqrt(3e-2 / lr), 7e-3 / lr), 0.7)
 
@@ -190,7 +185,7 @@ def start(state: State, G: Tensor, k: int, per_entry: bool) -> None:
     of_E = G.shape if per_entry else G.shape[:1]
     state["v"] = Parts(G.new_zeros(k, k), G.new_zeros(k), G.new_zeros(k), G.new_zeros(of_E))
     state.update(U=U, V=V, X=torch.zeros_like(U), Y=torch.zeros_like(V), M=torch.zeros_like(G))
-    state.update(start=state["t"] - 1, variance=G.new_zeros(()), rest_variance=G.new_zeros(()))
+    state.update(start=state["t"] - 1, variance=G.new_zeros(()), rest_variance=G.new_zeros(()), c=G.new_zeros(()))
 
 
 def refresh(state: State, seen: tuple[Tensor, Tensor], weights: Parts, group: dict[str, Any]) -> None:
@@ -211,7 +206,7 @@ def refresh(state: State, seen: tuple[Tensor, Tensor], weights: Parts, group: di
         square * w / (bound * (1 - beta1**t)) ** 2 for square, w, bound in zip(squares, weights, bounds, strict=True)
     ]
     state["v"] = Parts(*map(torch.maximum, state["v"], raised))
-    state["c"] = factor(state, M, parts, weights, group)
+    state["c"] = 0.8 * state["c"] + 0.2 * factor(state, M, parts, weights, group)
 
 
 def adam_bound(beta1: float, beta2: float, t: int) -> float:

@@ -14,11 +14,12 @@ matrices: one per grand mean, one per column of R (shared by all units), per row
     M ← average of G with decay β₁;      K_m, R_m, L_m, E_m: its parts, which follow by linearity
     v_K, v_R, v_L ← averages of K², mean over units of R², mean over inputs of L², with decay β_m
     v_E ← average of the mean over inputs of E², with decay β₂;      D_P = 1 / (√v̂_P + ε + ν_P)
-    δ = U (ℓ D_K K_m) Vᵀ + R_m D_R Vᵀ + U D_L L_m + D_E E_m,      θ ← θ − η (c δ + weight_decay · θ)
+    δ = U (D_K ∘ K_m) Vᵀ + R_m D_R Vᵀ + U D_L L_m + D_E E_m,      θ ← θ − η (c δ + weight_decay · θ)
 
-So δ needs no second moment per entry: it is D_E M plus a matrix of rank k + q. ν_P is the size of rounding errors in
-P: a mean that is zero but for rounding must not take a full step. D_K, D_R and D_L keep a part's step, in its root mean
-square, below what an Adam in fixed coordinates can reach. ℓ ≥ 1 lifts grand means that agree over steps (`lift_of`).
+So δ is linear in M and needs no second moment per entry: it is D_E M plus a matrix of rank k + q. ν_P is the size of
+rounding errors in P: a mean that is zero but for rounding must not take a full step. The factor c is measured
+(`set_factor_`). D_K, D_R and D_L keep a part's step, in its root mean square, below what an Adam in fixed coordinates
+can reach.
 
 The bases follow the gradients by subspace iteration, and are refreshed every T steps: the average gradient is projected
 anew, and second moments follow the rotation approximately:
@@ -74,7 +75,6 @@ from blockmean.optim.batches import (
 from blockmean.optim.decomposition import (
     count_,
     exact,
-    mean_squares,
     precondition,
     remembered,
     sums_of,
@@ -85,7 +85,7 @@ from blockmean.optim.decomposition import (
 from blockmean.optim.inspection import MeanStatistics, mean_statistics
 from blockmean.optim.kernels.anova import NativeMatrices, of_device, serves, why_not
 from blockmean.optim.kernels.triton_anova import TritonStep
-from blockmean.optim.refresh import bounds_of, refresh_, set_factor_, start_, waking
+from blockmean.optim.refresh import bounds_of, refresh_, start_, waking
 from blockmean.optim.sharding import local
 
 WITH_MEANS = frozenset(("means_start_step", *MEANS))
@@ -348,8 +348,6 @@ class Anova(BaseOptimizer):
             matrices, products = batch.matrices, batch.products
             total = products.total + remembered(matrices)
             update_moments_(matrices, products, sums)
-            if matrices.numbers.is_first:
-                set_factor_(matrices, products.total, *mean_squares(matrices.means.U, products, sums, matrices.sizes))
             update_(batch.params, matrices, precondition(matrices, total))
         due += late
         awake += [waking(batch.matrices, batch.products) for batch in late]

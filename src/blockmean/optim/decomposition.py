@@ -30,11 +30,11 @@ LEAST = 2.0**-18
 FACTORS = (0.7, 20.0)
 """The range of c."""
 
+FACTOR_NEWS = 0.2
+"""How much c takes from each measurement: the first ones, of a few gradients, take noise for agreement."""
+
 MAX_RATE, GENTLE = 7e-3, 3e-2
 """c η is at most MAX_RATE, and c at most √(GENTLE / η): a rate still has an effect where c is at its limit."""
-
-MAX_LIFT = 2e-2
-"""What a grand mean moves by at most where c η is less."""
 
 Sums = dict[str, list[Tensor]]
 """Sums over the "units", the "inputs" or "both": for each tensor of a kind, one for every batch of matrices."""
@@ -336,28 +336,23 @@ def precondition(matrices: Matrices, total: Tensor) -> tuple[Tensor, Tensor, Ten
     c = limited_factor(means.factor, numbers.lr)[:, None, None]
     by_weight = means.weights[:, 0, None, None].clamp(min=torch.finfo(d.dtype).tiny).reciprocal_()
     grand = K / root_K
-    grand = grand * lift_of(grand * by_weight, c, matrices.sizes, numbers)
+    grand = grand * lift_of(grand * by_weight, root_K, c, means, numbers.eps)
     of_inputs = U @ grand + (MV - U @ K) / root_R.unsqueeze(-2) - d * MV
     of_units = U / root_L.unsqueeze(-2) - d * U
     rate = by_weight * c * numbers.rate
     return rate * d, rate * torch.cat([of_inputs, of_units], -1), torch.cat([V.mT, UM - K @ V.mT], -2)
 
 
-def lift_of(ratio: Tensor, c: Tensor, sizes: Sizes, numbers: Numbers) -> Tensor:
-    """How much further than c η grand means move, at least 1: as far as AdamW moves them while gradients agree.
+def lift_of(ratio: Tensor, root_K: Tensor, c: Tensor, means: Means, eps: float) -> Tensor:
+    """How much further grand means move while they agree: as if all entries had one second moment σ², (n, k, q).
 
     A gradient of rank one, as where all weights have to grow together, is one coordinate here and would move by c η.
-    AdamW moves every entry by η, and u_a v_bᵀ by ‖u_a‖₁ ‖v_b‖₁ η, which is about (2/π) √(O I) η. The ratio ρ = K̂_m/√v̂_K
-    tells whether gradients agree: ρ² is near 1 then, and (1 − β₁)/(1 + β₁) in noise. Half of the way counts as noise.
+    With σ it moves as far as with AdamW. ρ = K̂_m/√v̂_K tells whether gradients agree: ρ² is near 1 then, and about
+    (1 − β₁)/(1 + β₁) in noise, which moves no further than with AdamW even where it is taken for agreement.
     """
-    beta1, entries = numbers.beta1, sizes.entries
-    if beta1 == 0:
-        return torch.ones_like(c)  # a single gradient agrees with itself
-    agreement = (ratio.square() * ((1 + beta1) / beta1)).sub_(1 / beta1).clamp_(0, 1).square_()
-    size = 2 / math.pi * (entries[:, None, None] if isinstance(entries, Tensor) else entries) ** 0.5
-    longest, lifted = max_lift(numbers.lr), agreement * size
-    lifted = lifted.minimum(longest) if isinstance(longest, Tensor) else lifted.clamp_(max=longest)
-    return lifted.div(c).clamp_(min=1)
+    tiny = torch.finfo(c.dtype).tiny
+    sigma = (means.variance / means.weights[:, 2].clamp(min=tiny)).sqrt_().add_(max(eps, tiny**0.5))
+    return (ratio.square().clamp_(max=1) * root_K / (c * sigma[:, None, None])).clamp_(min=1)
 
 
 def limited_factor(c: Tensor, lr: float | Tensor) -> Tensor:
@@ -367,18 +362,13 @@ def limited_factor(c: Tensor, lr: float | Tensor) -> Tensor:
 
 
 def max_factor(lr: float | Tensor) -> float | Tensor:
-    """The largest c at a learning rate: √(GENTLE / η), and no rate is lifted above MAX_RATE."""
+    """The largest c at a learning rate: √(GENTLE / η), and no rate is raised above MAX_RATE."""
     least, most = FACTORS
     if isinstance(lr, Tensor):
         lr = lr.clamp(min=GENTLE / most**2)
         return lr.rsqrt().mul_(GENTLE**0.5).minimum(MAX_RATE / lr).clamp_(min=least)
     lr = max(lr, GENTLE / most**2)
     return max(min(math.sqrt(GENTLE / lr), MAX_RATE / lr), least)
-
-
-def max_lift(lr: float | Tensor) -> float | Tensor:
-    """MAX_LIFT, in units of the learning rate, which may be 0."""
-    return MAX_LIFT / lr.abs() if isinstance(lr, Tensor) else MAX_LIFT / max(abs(lr), 1e-30)
 
 
 # -------------------------------------------------------------------- pass 2

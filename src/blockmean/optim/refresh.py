@@ -15,6 +15,7 @@ from torch import Tensor
 from blockmean._linalg import first_coefficients, in_float64, orthonormalized, second_coefficients
 from blockmean.optim.batches import Batch
 from blockmean.optim.decomposition import (
+    FACTOR_NEWS,
     FACTORS,
     LEAST,
     SIDES,
@@ -181,8 +182,8 @@ def set_factor_(b: Matrices, total: Tensor, squares: Squares, rest: Tensor) -> N
     """c: what a step with one second moment for all entries of a matrix promises to gain, over what δ does.
 
     A mean is one coordinate for many entries: while gradients agree, it would move less at AdamW's rates than they do
-    under AdamW. Gains are to first order, ⟨A, A/σ⟩ and ⟨A, δ⟩, for the average gradient or the first one, A. All rows
-    of E count alike here, which needs no sum over them. What may be rounding counts as no gain.
+    under AdamW. Gains are to first order, ⟨M, M/σ⟩ and ⟨M, δ⟩. All rows of E count alike here, which needs no sum over
+    them. What may be rounding counts as no gain.
     """
     (units, inputs, entries), means = b.sizes, b.means
     root_K, root_R, root_L, _ = roots(means, b.numbers.eps)
@@ -190,7 +191,8 @@ def set_factor_(b: Matrices, total: Tensor, squares: Squares, rest: Tensor) -> N
     sigma, root_E = ((v / means.weights[:, 2]).sqrt() for v in (means.variance, means.rest_variance))
     of_rest = ((entries * rest - LEAST * total).clamp(min=0) / root_E).nan_to_num(0.0)
     gain = of_means + (squares.L / root_L * inputs).sum(-1) + of_rest
-    means.factor.lerp_((total / sigma / gain).nan_to_num(FACTORS[0]).clamp(*FACTORS), b.numbers.allowed)
+    measured = (total / sigma / gain).nan_to_num(FACTORS[0]).clamp(*FACTORS)
+    means.factor.lerp_(measured, (total > 0).to(total) * b.numbers.news(1 - FACTOR_NEWS))
 
 
 def _sides(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:

@@ -22,7 +22,7 @@ constexpr double FORGET = 0.95;      // ρ
 constexpr double LEAST = 0x1p-18;    // share of a row's square that its remainder has at least
 constexpr double NOISE = 0x1p-19;    // what is smaller than this share of a whole counts as noise
 constexpr double LOWEST = 0.7, HIGHEST = 20.0, MAX_RATE = 7e-3, GENTLE = 3e-2;  // limits of c, as in decomposition.py
-constexpr double MAX_LIFT = 2e-2;     // what a grand mean moves by at most where c η is less
+constexpr float FACTOR_NEWS = 0.2f;   // how much c takes from each measurement
 constexpr double INERTIA = 1e-3;     // how much of the old columns is added to new ones of length 1
 constexpr double CLOSEST = 1e-5;     // smallest diagonal entry of a Cholesky factor of unit columns to be trusted
 constexpr double SAFE = 1e-3;        // with all of them above, one Cholesky factor is enough
@@ -181,22 +181,6 @@ void sum_squares(const Matrix& m) {
     });
 }
 
-// How much further than c η a grand mean moves while gradients agree (decomposition.py, `lift_of`). `ratio` is ρ w₁.
-struct Lift {
-    float by_weight, beta1, size, longest;
-
-    Lift(const AnovaRule& rule, double entries, double w1, double c)
-        : by_weight(float(1 / w1)), beta1(float(rule.beta1)),
-          size(beta1 > 0 ? float(M_2_PI * std::sqrt(entries) / c) : 0),  // a single gradient agrees with itself
-          longest(float(MAX_LIFT / most(std::fabs(rule.lr), 1e-30) / c)) {}
-
-    float operator()(float ratio) const {
-        const float rho = ratio * by_weight, agreement = ((1 + beta1) * rho * rho - 1) / beta1;
-        const float part = least(most(agreement, 0.0f), 1.0f);
-        return most(least(part * part * size, longest), 1.0f);
-    }
-};
-
 // Averages of everything, and the factors of the step.
 void precondition(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const int64_t k = padded(m.k), q = padded(m.q), stride = m.unit_stride(), rank = m.q + m.k;
@@ -220,7 +204,8 @@ void precondition(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const float floor_K = floor(1), floor_R = floor(O), floor_L = floor(I), floor_E = floor(O * I);
     const double lr = most(rule.lr, GENTLE / (HIGHEST * HIGHEST)), gentle = std::sqrt(GENTLE / lr);
     const double c = most(least(double(m.scalar(FACTOR)), least(MAX_RATE / lr, gentle)), LOWEST);
-    const Lift lift(rule, O * I, w1, c);
+    const float by_w1 = float(1 / w1), sigma = std::sqrt(m.scalar(VARIANCE) * by_wE) + float(rule.eps);
+    const float lifted = 1 / (float(c) * most(sigma, SMALLEST));
     for (int64_t j = 0; j < m.q; ++j) {
         const float v = lerp(m.v_R()[j], float(m.squares_R[j] / O), means);
         m.inverse_R[j] = inverse_root(v * by_wm, floor_R);
@@ -231,8 +216,9 @@ void precondition(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
         float *__restrict K = m.K_m() + a * m.q, *__restrict v = m.v_K() + a * m.q, *__restrict mixed = m.mixed + a * q;
         for (int64_t j = 0; j < m.q; ++j) {
             lerp(K[j], new_K[j], fresh), lerp(v[j], new_K[j] * new_K[j], means);
-            const float inverse = inverse_root(v[j] * by_wm, floor_K);
-            mixed[j] = K[j] * (inverse * lift(K[j] * inverse) - inverse_R[j]);
+            // A grand mean that agrees over steps moves as with one σ for all entries (decomposition.py, `lift_of`).
+            const float root = most(std::sqrt(v[j] * by_wm) + floor_K, SMALLEST), rho = K[j] / root * by_w1;
+            mixed[j] = K[j] * (most(1 / root, least(rho * rho, 1.0f) * lifted) - inverse_R[j]);
         }
         for (int64_t j = m.q; j < q; ++j) mixed[j] = 0;
     }
@@ -448,7 +434,7 @@ void refresh_moments(const Matrix& m) {
 }
 
 // U and V turn, unless columns are nearly parallel. Second moments are raised until |m̂| ≤ b √v̂ holds for M in its new
-// coordinates, and c is chosen anew (decomposition.py, `bound_` and `set_factor_`).
+// coordinates, and c follows what is measured (refresh.py, `bound_` and `set_factor_`).
 void turn(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const int64_t k = padded(m.k), q = padded(m.q), stride = m.unit_stride();
     if (m.total[2] != 0) {
@@ -485,7 +471,7 @@ void turn(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const double left = most(m.total[1] - LEAST * m.total[0], 0.0), sigma = std::sqrt(m.scalar(VARIANCE) / wE);
     if (left > 0) gain += left / std::sqrt(m.scalar(REST_VARIANCE) / wE);  // what may be rounding counts as no gain
     const double factor = m.total[0] / sigma / gain;
-    m.scalar(FACTOR) = float(factor == factor ? least(most(factor, LOWEST), HIGHEST) : LOWEST);
+    if (m.total[0] > 0) lerp(m.scalar(FACTOR), float(least(most(factor, LOWEST), HIGHEST)), FACTOR_NEWS);
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from blockmean.optim.base import State
 from blockmean.optim.batches import MEANS, counts
-from blockmean.optim.decomposition import max_factor, max_lift
+from blockmean.optim.decomposition import max_factor
 
 MOST = 128
 """Columns of U or V: L Lᵀ has to fit into registers."""
@@ -158,7 +158,7 @@ class TritonMatrices:
         """Nothing at all happens if `ok` is 0.
 
         Args:
-            rates: the learning rate, the largest factor c at it, and the largest lift.
+            rates: the learning rate, and the largest factor c at it.
         """
         kernels, sides, eps, sign = _kernels(), self._sides, float(numbers["eps"]), float(numbers["sign"])
         news, mean_news, rest_news = (1.0 - numbers[name] for name in ("beta1", "mean_beta", "beta2"))
@@ -240,8 +240,8 @@ class TritonStep:
     def write(self, ok: Tensor | None = None) -> list[int]:
         """Update state and parameters. Returns which matrices are due for a refresh, which torch does."""
         ok = torch.ones(1, device=self._device) if ok is None else ok.to(self._device)
-        lr, rates = self._numbers["lr"], torch.empty(3, device=self._device)
-        for rate, value in zip(rates, (lr, max_factor(lr), max_lift(lr)), strict=True):
+        lr, rates = self._numbers["lr"], torch.empty(2, device=self._device)
+        for rate, value in zip(rates, (lr, max_factor(lr)), strict=True):
             rate.fill_(value)
         for (matrices, _), (table, scratch) in zip(self._work, self._read, strict=True):
             matrices.write(table, scratch, ok, rates, self._numbers)

@@ -18,8 +18,6 @@ Global memory is not ordered between the warps of a program. What is stored in p
 the thread that stores it; `update_grand` has a single warp, and `precondition` finds the old v_E in scratch.
 """
 
-import math
-
 import triton
 import triton.language as tl
 
@@ -30,7 +28,6 @@ NOISE, LEAST = tl.constexpr(_linalg.NOISE), tl.constexpr(decomposition.LEAST)
 LOWEST = tl.constexpr(decomposition.FACTORS[0])
 FOLLOW = tl.constexpr(1 - decomposition.FORGET)
 ROOT_TINY = tl.constexpr(2.0**-63)
-TWO_BY_PI = tl.constexpr(2 / math.pi)
 
 MEANS = tl.constexpr(32)  # columns of U and of V in a program of `project`
 TERMS = tl.constexpr(16)  # of a product that are added at a time: registers suffice for so many
@@ -251,8 +248,9 @@ def update_grand(ok, rates, table, scratch, news, mean_news, rest_news, eps, PAD
     variance, rest_variance = tl.load(scalars), tl.load(scalars + 1)
     w, w_means, w_rest = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
     w, w_means, w_rest = lerp(w, 1.0, news), lerp(w_means, 1.0, mean_news), lerp(w_rest, 1.0, rest_news)
-    factor, beta1 = tl.maximum(tl.minimum(factor, tl.load(rates + 1)), LOWEST), tl.maximum(1 - news, ROOT_TINY)
-    size = tl.where(news < 1, TWO_BY_PI * tl.sqrt_rn(O * I), 0.0)  # a single gradient agrees with itself
+    factor = tl.maximum(tl.minimum(factor, tl.load(rates + 1)), LOWEST)
+    variance = lerp(variance, total / (O * I), rest_news)
+    lifted = 1 / (factor * root(variance, w_rest, eps))
 
     STEP: tl.constexpr = 512 // PAD
     known = tl.zeros((STEP, PAD), tl.float32)
@@ -269,11 +267,9 @@ def update_grand(ok, rates, table, scratch, news, mean_news, rest_news, eps, PAD
         v = lerp(load2(v_K, i, c, q, 1, k, q), K_i * K_i, mean_news)
         store2(K_m, i, c, q, 1, k, q, mean)
         store2(v_K, i, c, q, 1, k, q, v)
-        ratio = mean / root(v, w_means, eps + noise)
-        rho = ratio / w
-        part = tl.minimum(tl.maximum(((1 + beta1) * rho * rho - 1) / beta1, 0.0), 1.0)
-        lift = tl.minimum(part * part * size, tl.load(rates + 2)) / factor
-        store2(D, i, c, q, 1, k, q, ratio * tl.maximum(lift, 1.0))
+        root_K = root(v, w_means, eps + noise)
+        rho = mean / root_K / w  # a mean that agrees over steps moves as with one σ for all entries
+        store2(D, i, c, q, 1, k, q, mean * tl.maximum(1 / root_K, tl.minimum(rho * rho, 1.0) * lifted))
     of_R, of_L = load1(K + k * q, c, q), load1(K + k * q + q, c * (k + 1), k * k)  # L Lᵀ's diagonal
     new_R, new_L = lerp(old_R, of_R / O, mean_news), lerp(old_L, of_L / I, mean_news)
     store1(v_R, c, q, new_R)
@@ -287,7 +283,7 @@ def update_grand(ok, rates, table, scratch, news, mean_news, rest_news, eps, PAD
     tl.store(D + k * q + q + k, tl.where(share > 0, tl.minimum(share, 1.0), 0.0))  # 0 for NaN
     tl.store(D + k * q + q + k + 1, factor)
     tl.store(D + k * q + q + k + 2, noise)
-    tl.store(scalars, lerp(variance, total / (O * I), rest_news))
+    tl.store(scalars, variance)
     tl.store(scalars + 1, lerp(rest_variance, rest / (O * I), rest_news))
     tl.store(scalars + 3, w)
     tl.store(scalars + 4, w_means)
