@@ -7,12 +7,13 @@ The tasks of the race; four where a method that sees what rows and columns share
 warm-up, decay to zero, weight decay and clipping (`gpt`); embeddings that are also the output layer, of bytes (`tied`)
 and of 20,000 words (`tied-20k`); and fine-tuning of a trained network to digits that are rotated (`finetune`). Then
 three that were no part of any choice: words with separate embeddings (`words`), rows that rarely have a gradient
-(`factors`), and targets far from what a new network gives (`regression`). Last, an expert that one step in fifty uses,
-with few samples and with many (`expert`, `expert-fresh`).
+(`factors`), and targets far from what a new network gives (`regression`). Last, noise: fresh
+samples, eight at a time, with decay to zero (`stream`), and an expert that one step in fifty uses, with few samples and
+with many (`expert`, `expert-fresh`).
 
-The loss is the mean over the last tenth of the steps, but for the expert: there it is the loss on held-out data of the
-rare expert after the last step. Equal seeds mean equal weights and batches. Every run is a line of
-benchmarks/results/anova_rates.jsonl and is not repeated.
+The loss is the mean over the last tenth of the steps, but for the last three tasks. There it is one on held-out data
+after the last step: without noise in `stream`, and of the rare expert. Equal seeds mean equal weights and batches.
+Every run is a line of benchmarks/results/anova_rates.jsonl and is not repeated.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ TOLERANCE = 0.03
 LAST = 10
 """The loss is the mean over one part in this many of the steps, the last."""
 RARE, HELD_OUT = 50, 2_000
-"""The rare expert is used in one step of this many, and judged by this many samples."""
+"""The rare expert is used in one step of this many; and how many held-out samples there are."""
 
 
 class Problem(NamedTuple):
@@ -249,6 +250,21 @@ def regression(seed: int, steps: int) -> Problem:
     return Problem(model, functional.mse_loss, batches())
 
 
+def stream(seed: int, steps: int, width: int = 256) -> Problem:
+    """A linear map from samples that nobody sees twice, eight at a time: gradients are mostly noise."""
+    generator = torch.Generator().manual_seed(seed + 1_000_003)
+    target = torch.randn(width, width, generator=generator) / width**0.5
+
+    def batches() -> Batches:
+        while True:
+            x = torch.randn(8, width, generator=generator)
+            yield x, x @ target.T + torch.randn(8, width, generator=generator)
+
+    x = torch.randn(HELD_OUT, width, generator=generator)
+    model = nn.Linear(width, width, bias=False)
+    return Problem(model, functional.mse_loss, batches(), (x, x @ target.T))
+
+
 def expert(seed: int, steps: int, samples: int = 1_024) -> Problem:
     """Four clusters with a teacher and as many samples each, a batch from one of them; the last one's turn is rare."""
     generator = torch.Generator().manual_seed(seed + 1_000_003)
@@ -299,6 +315,7 @@ SETTINGS = {
     "words": Setting("words, 2,000 × 128", 300, words),
     "factors": Setting("factorising a matrix, 64 entries a step", 1500, factors),
     "regression": Setting("regression, targets not scaled", 400, regression),
+    "stream": Setting("linear regression, fresh noisy samples", 1000, stream, decays=True),
     "expert": Setting("an expert used in 2% of the steps", 4000, expert),
     "expert-fresh": Setting("the same, samples hardly seen twice", 4000, partial(expert, samples=100_000)),
 }

@@ -14,12 +14,12 @@ matrices: one per grand mean, one per column of R (shared by all units), per row
     M ← average of G with decay β₁;      K_m, R_m, L_m, E_m: its parts, which follow by linearity
     v_K, v_R, v_L ← averages of K², mean over units of R², mean over inputs of L², with decay β_m
     v_E ← average of the mean over inputs of E², with decay β₂;      D_P = 1 / (√v̂_P + ε + ν_P)
-    δ = U (D_K ∘ K_m) Vᵀ + R_m D_R Vᵀ + U D_L L_m + D_E E_m,      θ ← θ − η (c δ + weight_decay · θ)
+    δ = U (ℓ D_K K_m) Vᵀ + R_m D_R Vᵀ + U D_L L_m + D_E E_m,      θ ← θ − η (c δ + weight_decay · θ)
 
-So δ is linear in M and needs no second moment per entry: it is D_E M plus a matrix of rank k + q. ν_P is the size of
-rounding errors in P: a mean that is zero but for rounding must not take a full step. The factor c is measured
-(`set_factor_`). D_K, D_R and D_L keep a part's step, in its root mean square, below what an Adam in fixed coordinates
-can reach.
+So δ needs no second moment per entry: it is D_E M plus a matrix of rank k + q. ν_P is the size of rounding errors in
+P: a mean that is zero but for rounding must not take a full step. c is measured (`measure_factor_`); ℓ ≥ 1 lets grand
+means that agree over steps move as far as with AdamW (`lift_of`). D_K, D_R and D_L keep a part's step, in its root mean
+square, below what an Adam in fixed coordinates can reach.
 
 The bases follow the gradients by subspace iteration, and are refreshed every T steps: the average gradient is projected
 anew, and second moments follow the rotation approximately:

@@ -175,10 +175,10 @@ def bound_(batches: Sequence[Matrices], products: Sequence[Products], reduce: Re
         for v, square, bound, weight in zip(b.means.v, squares, bounds, corrections(b.means), strict=True):
             raised = square * (weight / (bound**2 * of_M.view_as(weight)) * numbers.allowed)
             v.copy_(v.maximum(raised))
-        set_factor_(b, p.total, squares, rest)
+        measure_factor_(b, p.total, squares, rest)
 
 
-def set_factor_(b: Matrices, total: Tensor, squares: Squares, rest: Tensor) -> None:
+def measure_factor_(b: Matrices, total: Tensor, squares: Squares, rest: Tensor) -> None:
     """c: what a step with one second moment for all entries of a matrix promises to gain, over what δ does.
 
     A mean is one coordinate for many entries: while gradients agree, it would move less at AdamW's rates than they do

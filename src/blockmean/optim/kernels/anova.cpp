@@ -434,7 +434,7 @@ void refresh_moments(const Matrix& m) {
 }
 
 // U and V turn, unless columns are nearly parallel. Second moments are raised until |m̂| ≤ b √v̂ holds for M in its new
-// coordinates, and c follows what is measured (refresh.py, `bound_` and `set_factor_`).
+// coordinates, and c follows what is measured (refresh.py, `bound_` and `measure_factor_`).
 void turn(const Matrix& m, const AnovaRule& rule, int64_t, int64_t) {
     const int64_t k = padded(m.k), q = padded(m.q), stride = m.unit_stride();
     if (m.total[2] != 0) {
