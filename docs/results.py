@@ -315,7 +315,11 @@ def study_tables(study: Study) -> str:
         shown = study_cell_tables(study, name) if study.records(name).every() else []
         if study.findings(name).final and name != "XS":  # that one is on top of the page
             parts.append(f"![{name}: held-out loss against tokens and seconds](img/study-{name}.svg)")
-        parts += map(_titled, shown)
+        for one in shown:
+            title, _, what = one.title.partition(": ")
+            headings = [f"### {title}"] if one is shown[0] else []
+            headings += [f"#### {what[0].upper()}{what[1:]}"] if what else []
+            parts.append("\n\n".join([*headings, one.markdown()]))
     return "\n\n".join(parts) or "No runs yet."
 
 
