@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 PAGE, RACE_PAGE, FRONT = ROOT / "docs" / "results.md", ROOT / "docs" / "race.md", ROOT / "README.md"
 COST_PAGE, STUDY_PAGE = (ROOT / "docs" / name for name in ("performance.md", "evidence.md"))
 RACE, STUDY, STEPS = (ROOT / "results" / name for name in ("race", "study", "step-times.jsonl"))
-FRONT_TASKS = ("gpt", "cnn", "resnet", "finetune", "factors", "regression")
+FRONT_TASKS = ("gpt", "cnn", "resnet", "regression", "factors", "expert")
 """In the picture of the front page; the page on evidence has all."""
 SHOWN = ("AdamW", "SOAP", "Anova")
 """The arms in the brief table of the race."""
