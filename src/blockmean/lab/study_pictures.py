@@ -28,14 +28,16 @@ def draw_cell(study: Study, name: str, path: Path) -> Picture:
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     figure.suptitle(f"{cell.task.title}: held-out loss", fontsize=12)
     left, right = figure.subplots(1, 2, sharey=True)
-    ends = []
+    ends, times = [], study.times(name)
     for arm, records in found.final.items():
         kept = [record for record in records if record["diverged_at"] is None]
         if not kept:
             continue
-        steps, losses, seconds = _course(kept)
+        steps, losses = _course(kept)
+        timed = times.get(arm, kept)  # on a quiet machine, if there are such runs
+        pace = statistics.median(record["seconds"] / record["spec"]["steps"] for record in timed)
         _line(left, [step * unit / 1e6 for step in steps], losses, arm)
-        _line(right, seconds, losses, arm)
+        _line(right, [step * pace for step in steps], losses, arm)
         ends.append((losses[len(losses) // 4], losses[-1]))
     curve = tokens_curve(study, name)
     if len(curve) > 1:
@@ -59,15 +61,14 @@ def draw_cell(study: Study, name: str, path: Path) -> Picture:
     return save(figure, path, said)
 
 
-def _course(records: list[Record]) -> tuple[list[float], list[float], list[float]]:
-    """Steps, losses and seconds after every test, as medians over runs."""
+def _course(records: list[Record]) -> tuple[list[float], list[float]]:
+    """Steps, and losses after every test as medians over runs."""
     every = epoch_length(RunSpec(**records[0]["spec"]))
     length = min(len(record["epochs"]) for record in records)
     steps = [every * (i + 1.0) for i in range(length)]
     losses = [statistics.median(record["epochs"][i]["test_loss"] for record in records) for i in range(length)]
-    seconds = [statistics.median(record["epochs"][i]["seconds"] for record in records) for i in range(length)]
     shift = statistics.median(record["test_loss"] for record in records) - losses[-1]
-    return steps, [loss + shift for loss in losses], seconds
+    return steps, [loss + shift for loss in losses]
 
 
 def _line(ax: Axes, xs: list[float], ys: list[float], arm: str) -> None:
