@@ -436,7 +436,7 @@ def draw(records: Iterable[dict[str, Any]], tasks: Iterable[str] = SETTINGS) -> 
     every = paired(records)
     found = {task: every[task] for task in tasks if task in every}
     figure = Figure(figsize=(7.2, 1.7 * math.ceil(len(found) / 3)), layout="constrained")
-    panels = list(figure.subplots(math.ceil(len(found) / 3), 3, squeeze=False).flat)
+    panels = list(figure.subplots(math.ceil(len(found) / 3), 3, sharex=True, squeeze=False).flat)
     for ax in panels[len(found) :]:
         ax.remove()
     for (task, losses), ax in zip(found.items(), panels, strict=False):
@@ -451,9 +451,11 @@ def draw(records: Iterable[dict[str, Any]], tasks: Iterable[str] = SETTINGS) -> 
         ax.set_title(SETTINGS[task].title, fontsize=8)
         ax.tick_params(labelsize=7)
         ax.grid(alpha=0.3)
+    for ax in panels[: len(found)][-3:]:
+        ax.tick_params(labelbottom=True)
     panels[0].legend(fontsize=8, frameon=False)
     figure.supxlabel("learning rate", fontsize=9)
-    figure.supylabel("loss of the last tenth of the steps", fontsize=9)
+    figure.supylabel("loss", fontsize=9)
     return figure
 
 

@@ -188,7 +188,8 @@ def study_brief(study: Study, name: str = "XS") -> str:
         [row[0], *(f"{'**' * (x == b)}{x:{f}}{'**' * (x == b)}" for x, b, f in zip(row[1:], best, forms, strict=True))]
         for row in rows
     ]
-    return Table("", ["", "held-out loss", "tokens for AdamW's loss", "state, bytes per parameter"], cells).markdown()
+    header = ["", "held-out loss", "tokens ÷ AdamW's for the same loss", "state, bytes per parameter"]
+    return Table("", header, cells).markdown()
 
 
 def _times(one: TaskResult, ratio: MedianRange | None) -> str:

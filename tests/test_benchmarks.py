@@ -285,7 +285,7 @@ def test_steps_of_shards_exchange_what_the_formulas_say():
             assert row["collectives_per_step"] == 1
         elif row["sweep"] == "k":
             assert row["bytes_per_step"] == pytest.approx(script.anova(row["shapes"], row["options"]["means"]))
-            assert row["collectives_per_step"] == (2 * 4 + 5) / 5
+            assert row["collectives_per_step"] == (2 + 5) / 2  # a refresh in every second step
     assert set(record["sent"]) == {"2", "4"}
 
 
