@@ -315,7 +315,7 @@ SETTINGS = {
     "words": Setting("words, 2,000 × 128", 300, words),
     "factors": Setting("factorising a matrix, 64 entries a step", 1500, factors),
     "regression": Setting("regression, targets not scaled", 400, regression),
-    "stream": Setting("linear regression, fresh noisy samples", 1000, stream, decays=True),
+    "stream": Setting("regression, fresh noisy samples", 1000, stream, decays=True),
     "expert": Setting("an expert used in 2% of the steps", 4000, expert),
     "expert-fresh": Setting("the same, samples hardly seen twice", 4000, partial(expert, samples=100_000)),
 }

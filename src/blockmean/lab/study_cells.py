@@ -157,7 +157,7 @@ PUBLISHED = {
     "XS": Cell(
         _language("gpt-64", 488, title="GPT, .1M parameters, 2M tokens"),
         TUNED,
-        seeds=8,
+        seeds=16,
         curve=(0.5, 2.0),
         longer="XS-4x",
         ablations=ABLATIONS,
