@@ -235,12 +235,11 @@ def test_iterations_and_peak_memory_are_measured_beside_adamw(tmp_path: Path):
     run_benchmark("step_cost", "--tasks", "mlp-raw,paper-small", "--repetitions", 2, "--out", out)
     record = json.loads(out.read_text())
     ratios = {row["optimizer"]: row["ratio"]["median"] for row in record["rows"]}
-    assert (
-        list(ratios) == ["AdamW", "AdamBMA", "Anova", "SOAP", "Adagrad, fused", "AdaGradBMA"]
-        and min(ratios.values()) > 0
-    )
-    assert ratios["AdamW"] == ratios["Adagrad, fused"] == 1
-    assert 0 < record["peak_beyond_adamw"]["Anova"] < 0.3 < record["peak_beyond_adamw"]["SOAP"]
+    adamw = ["AdamW, fused", "AdamW", "AdamBMA", "Anova", "SOAP"]
+    assert list(ratios) == [*adamw, "Adagrad, fused", "AdaGradBMA"] and min(ratios.values()) > 0
+    assert ratios["AdamW, fused"] == ratios["Adagrad, fused"] == 1
+    # Anova's state is half of AdamW's in these layers, its temporaries are larger.
+    assert -0.5 < record["peak_beyond_adamw"]["Anova"] < 0.3 < record["peak_beyond_adamw"]["SOAP"]
 
 
 def test_variants_of_anova_differ_from_the_defaults_in_what_they_are_named_after():
