@@ -160,7 +160,7 @@ def refresh_(batches: Sequence[Matrices], awake: Sequence[Waking], reduce: Reduc
 
 
 def bound_(batches: Sequence[Matrices], products: Sequence[Products], reduce: Reduce) -> None:
-    """Bound the steps that follow from M in new coordinates, and choose their factor.
+    """Bound the steps that follow from M in new coordinates, and measure their factor.
 
     In fixed coordinates |m̂| ≤ b √v̂ holds for every average, by Cauchy and Schwarz. After a turn second moments know
     little of the new coordinates. They are raised until it holds again, and then it does until the next turn.
