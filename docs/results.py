@@ -5,9 +5,10 @@ Part of `make docs`.
 
 from __future__ import annotations
 
+import importlib
 import json
-import runpy
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -113,9 +114,17 @@ def epoch() -> str:
     return Table("", ["seconds", *columns], cells).markdown()
 
 
+def benchmark(name: str) -> dict[str, Any]:
+    """What a script of benchmarks/ defines."""
+    folder = str(ROOT / "benchmarks")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return vars(importlib.import_module(name))
+
+
 def large_model() -> str:
     """What benchmarks/large_model.py shows."""
-    script = runpy.run_path(str(ROOT / "benchmarks" / "large_model.py"))
+    script = benchmark("large_model")
     parts = []
     for dataset, title in (("mnist", "MNIST"), ("cifar10", "CIFAR-10")):
         study = script["study"](dataset)
@@ -143,7 +152,7 @@ def race_tables(found: Sequence[TaskResult]) -> str:
 
 def rates() -> dict[str, Any]:
     """The script that compares Anova with AdamW at equal rates, and its records."""
-    script = runpy.run_path(str(ROOT / "benchmarks" / "anova_rates.py"))
+    script = benchmark("anova_rates")
     return {**script, "records": script["read"](ROOT / "benchmarks" / "results" / "anova_rates.jsonl")}
 
 

@@ -316,7 +316,7 @@ def test_the_overhead_is_measured_per_tensor(tmp_path: Path):
 def test_the_rare_expert_has_a_gradient_in_two_steps_of_a_hundred_and_is_judged_by_held_out_data():
     script = load("benchmarks/anova_rates.py")
     seed_everything(0)
-    model, loss_of, batches, (inputs, targets) = script.expert(0, 100)
+    model, loss_of, batches, (inputs, targets) = script.SETTINGS["expert"].problem(0, 100)
     rare = list(model.experts[-1].parameters())
     used = []
     for _ in range(100):
