@@ -2,6 +2,7 @@
 
     cell      a task, its arms, how many runs tune each of them, and with how many fresh seeds the best settings run
     tuning    coordinate descent over rate, weight decay, β₂, β₁ and warm-up with one seed; twice the budget for AdamW
+    run-off   AdamW's best settings with two more seeds, as its losses are the noisiest; the best mean is taken
     final     the best settings with fresh seeds, the same for all arms: equal weights, equal batches
     curve     AdamW's best settings with fewer and more tokens: its loss L(D) tells gains as tokens saved
 
@@ -29,6 +30,7 @@ from blockmean.lab.tokens import CONTEXT
 from blockmean.lab.train import Record
 
 TUNING_SEED = 100
+RUNOFF_SEEDS = (101, 102)
 TIMING_SEEDS, TIMING_STEPS = (200, 201, 202), 40
 """Short runs for times that are published: the long ones share the machine with whatever else runs."""
 
@@ -90,9 +92,28 @@ class Study:
         return descend(start, self.axes(name, arm), budget, loss)
 
     def best(self, name: str, arm: str) -> Point | None:
-        """The best settings of an arm; None as long as its search is not over, or if it always diverged."""
+        """The best settings of an arm; None as long as its tuning is not over, or if it always diverged."""
         found = self.search(name, arm)
-        return found.best if found is not None and found.wanted is None and found.loss != float("inf") else None
+        if found is None or found.wanted is not None or found.loss == float("inf"):
+            return None
+        losses = self.runoff(name, arm, found)
+        if any(None in own for own in losses.values()):
+            return None
+        return min(losses, key=lambda point: statistics.mean(map(float, losses[point])), default=found.best)
+
+    def runoff_specs(self, name: str, arm: str, found: Search) -> dict[Point, list[RunSpec]]:
+        """The best points of AdamW's search with all tuning seeds: with one alone, a lucky one would be chosen."""
+        count = self.cells[name].runoff if arm == BASELINE and found.wanted is None else 0
+        points = sorted(found.tried, key=lambda point: found.tried[point])[:count]
+        return {point: [self.spec(name, arm, point, seed) for seed in (TUNING_SEED, *RUNOFF_SEEDS)] for point in points}
+
+    def runoff(self, name: str, arm: str, found: Search) -> dict[Point, list[float | None]]:
+        """Their losses; None for a run without a record."""
+        known = self.records(name)
+        return {
+            point: [held_out_loss(records[0]) if (records := known.of([spec])) else None for spec in specs]
+            for point, specs in self.runoff_specs(name, arm, found).items()
+        }
 
     def spec(self, name: str, arm: str, point: Point, seed: int, steps: int = 0) -> RunSpec:
         """A run of a cell; `arm` may be one of its ablations."""
@@ -182,6 +203,8 @@ class Study:
                 found = self.search(name, arm)
                 if found is not None and found.wanted is not None:
                     yield name, arm, self.spec(name, arm, found.wanted, TUNING_SEED)
+                for specs in self.runoff_specs(name, arm, found).values() if found is not None else ():
+                    yield from ((name, arm, spec) for spec in specs if not known.of([spec]))
             curve = self.curve_specs(name) if BASELINE in self.arms else {}
             parts = {
                 **{arm: self.final_specs(name, arm) for arm in arms},
@@ -240,7 +263,7 @@ class Study:
         for name, cell in self.cells.items():
             done = len(self.records(name).every())
             arms = self.arms_of(name)
-            tuning = sum(map(cell.budget, arms))
+            tuning = sum(map(cell.budget, arms)) + len(RUNOFF_SEEDS) * cell.runoff * (BASELINE in self.arms)
             final = sum(map(cell.seeds_of, arms)) * max(1, len(cell.rates))
             more = cell.curve_seeds * sum(cell.curve) if BASELINE in self.arms else 0
             ablations = len(cell.ablations) * cell.few_seeds if "Anova" in self.arms else 0

@@ -91,6 +91,8 @@ class Cell:
     """The cell whose best settings the searches of this one start from."""
     only_rate: bool = False
     """Whether the searches move the rate alone."""
+    runoff: int = 0
+    """How many of AdamW's best points run again with two more tuning seeds."""
     curve: tuple[float, ...] = ()
     """AdamW also runs with these multiples of the steps."""
     curve_seeds: int = 3
@@ -159,6 +161,7 @@ PUBLISHED = {
         _language("gpt-64", 488, title="GPT, .1M parameters, 2M tokens"),
         TUNED,
         seeds=16,
+        runoff=8,
         curve=(0.5, 2.0),
         longer="XS-4x",
         ablations=ABLATIONS,
@@ -230,7 +233,7 @@ def _tiny(cell: Cell, steps: int) -> Cell:
     budgets = {arm: min(budget, 4) for arm, budget in cell.arms.items() if arm in (BASELINE, "SOAP, every 10", "Anova")}
     some = dict(list(cell.ablations.items())[:2])
     few = replace(cell, task=task, arms=budgets, ablations=some, search_less={})
-    return replace(few, seeds=2, curve_seeds=2, few_seeds=2)
+    return replace(few, seeds=2, runoff=min(cell.runoff, 2), curve_seeds=2, few_seeds=2)
 
 
 PROFILES: dict[str, dict[str, Cell]] = {

@@ -18,7 +18,7 @@ from blockmean.lab.compare import (
     pairs,
 )
 from blockmean.lab.race import held_out_loss
-from blockmean.lab.study import Findings, Study
+from blockmean.lab.study import RUNOFF_SEEDS, Findings, Study
 from blockmean.lab.study_cells import AXES, BASELINE, Cell
 from blockmean.lab.study_search import at_edge
 from blockmean.lab.train import Record
@@ -134,39 +134,46 @@ def settings_table(study: Study, name: str) -> Table:
         budget = cell.budget(arm)
         if budget and not search.tried:
             continue
-        edges = at_edge(search.best, study.axes(name, arm)) if budget else []
+        best = found.best.get(arm, search.best)
+        edges = at_edge(best, study.axes(name, arm)) if budget else []
         state = "settings of the other cell" if not budget else f"{len(search.tried)} of {budget}"
         if search.wanted is not None:
             state += ", under way"
         elif budget:
             state += ", converged" if search.converged else ", budget spent"
+        others = study.runoff(name, arm, search)
+        state += f"; run-off: {len(others)} × {len(RUNOFF_SEEDS)}" if others else ""
+        losses = [loss for loss in others.get(best, [search.tried.get(best)]) if loss is not None]
         rows.append(
             [
                 arm,
-                *(f"{value:g}" for value in search.best),
+                *(f"{value:g}" for value in best),
                 state + (f"; edge: {', '.join(edges)}" if edges else ""),
-                format_number(search.loss, ".4f") if search.tried else "–",
+                format_number(statistics.mean(losses), ".4f") if losses else "–",
             ]
         )
-    header = ["optimizer", *(axis.name for axis in AXES), "tuning runs", "held-out loss, tuning seed"]
+    header = ["optimizer", *(axis.name for axis in AXES), "tuning runs", "held-out loss, tuning seeds"]
     return Table(f"{cell.task.title}: settings", header, rows)
 
 
 def sensitivity_table(study: Study, name: str) -> Table:
-    """What the settings beside the best ones cost: held-out loss minus the best, with the tuning seed."""
+    """What the settings beside the best ones cost: held-out loss minus theirs, with the first tuning seed."""
     found = study.findings(name)
     rows = []
     for arm, search in found.searches.items():
-        if not search.tried or not math.isfinite(search.loss):
+        best = found.best.get(arm, search.best)
+        if best not in search.tried or not math.isfinite(search.tried[best]):
             continue
         cells = []
         for i in range(len(AXES)):
             others = {
                 point[i]: loss
                 for point, loss in search.tried.items()
-                if point[:i] == search.best[:i] and point[i + 1 :] == search.best[i + 1 :] and point != search.best
+                if point[:i] == best[:i] and point[i + 1 :] == best[i + 1 :] and point != best
             }
-            cells.append(", ".join(f"{x:g}: {_signed(y - search.loss)}" for x, y in sorted(others.items())) or "–")
+            cells.append(
+                ", ".join(f"{x:g}: {_signed(y - search.tried[best])}" for x, y in sorted(others.items())) or "–"
+            )
         rows.append([arm, *cells])
     return Table(f"{study.cells[name].task.title}: sensitivity", ["optimizer", *(axis.name for axis in AXES)], rows)
 
