@@ -185,9 +185,9 @@ def study_brief(study: Study, name: str = "XS") -> str:
     found, cell = study.findings(name), study.cells[name]
     curve, rows = tokens_curve(study, name), []
     for arm, records in found.final.items():
-        if len(records) == cell.seeds_of(arm):
-            ratio = saved(curve, records)
-            tokens = 1.0 if arm == BASELINE or ratio is None else ratio.median
+        if len(records) == cell.seeds:
+            ratio = saved(curve, records, found.final[BASELINE])
+            tokens = 1.0 if arm == BASELINE or ratio is None else ratio.ratio
             loss = mean(map(held_out_loss, records))
             rows.append((arm, loss, tokens, records[-1]["state_bytes"] / records[-1]["parameters"]))
     rows.sort(key=lambda row: row[1])

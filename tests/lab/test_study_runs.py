@@ -57,7 +57,7 @@ def test_byte_pairs_say_the_text_again_and_come_from_its_training_part():
     assert coder.decode(encode(coder, unseen).tolist()) == unseen
 
 
-def test_the_last_twentieth_of_a_text_is_held_out_and_kept_in_the_cache(monkeypatch):
+def test_a_twentieth_of_a_text_is_held_out_and_kept_in_the_cache(monkeypatch):
     found = read_tokens("manual", "manual")
     share = len(found.test) / (len(found.test) + len(found.train))
     assert 0.03 < share < 0.07
@@ -66,6 +66,19 @@ def test_the_last_twentieth_of_a_text_is_held_out_and_kept_in_the_cache(monkeypa
     monkeypatch.setattr(tokens, "train_tokenizer", pytest.fail)
     again = read_tokens("manual", "manual")
     assert all(torch.equal(*pair) for pair in zip(found, again, strict=True))
+
+
+def test_held_out_pieces_come_from_all_of_a_text():
+    text = "".join(f"{number:07} λ\n" for number in range(100_000))
+    train, test = tokens.parts_of(text.encode(), "pieces")
+    assert len(train) + len(test) == len(text)
+    assert len(test) == 5 * tokens.PIECE
+    assert text.index(test[: tokens.PIECE]) == 19 * tokens.PIECE
+    assert test[: tokens.PIECE] not in train
+    assert "".join(tokens.parts_of(text.encode(), "end")) == text
+    short = tokens.parts_of(b"abcdefghij" * 4, "pieces")
+    assert tuple(map(len, short)) == (38, 2)
+    assert tokens.parts_of(b"", "pieces") == ("", "")
 
 
 def test_held_out_windows_predict_the_token_after_each():

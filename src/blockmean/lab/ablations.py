@@ -37,7 +37,7 @@ class PlainAnova(torch.optim.Optimizer):
     Args:
         params, lr, betas, eps, weight_decay, mean_beta, refresh_every: as in `blockmean.Anova`.
         means: k of every matrix that has means; 0: as with `means="auto"`.
-        fixed_factor: c = 1 instead of the measured one.
+        factor: c of every matrix, instead of the measured one.
         no_lift: no longer steps of grand means that agree.
         remainder_per_entry: one second moment for each entry of E instead of one per row.
         own_sketches: X ← average of G Gᵀ U and Y ← average of Gᵀ G V instead of G V Kᵀ and Gᵀ U K.
@@ -56,7 +56,7 @@ class PlainAnova(torch.optim.Optimizer):
         mean_beta: float = 0.95,
         refresh_every: int = 2,
         means: int = 0,
-        fixed_factor: bool = False,
+        factor: float | None = None,
         no_lift: bool = False,
         remainder_per_entry: bool = False,
         own_sketches: bool = False,
@@ -125,7 +125,7 @@ def with_means(state: State, G: Tensor, k: int, group: dict[str, Any]) -> Tensor
     roots = [(v / w).sqrt() + group["eps"] + floor for v, w, floor in zip(state["v"], weights, floors, strict=True)]
     K, R, L, E = split(M / (1 - beta1**t), U, V)
     root_E = roots[3] if per_entry else roots[3][:, None]
-    c = torch.ones(()) if group["fixed_factor"] else state["c"].clamp(0.7, largest_factor(group["lr"]))
+    c = state["c"].clamp(0.7, largest_factor(group["lr"])) if group["factor"] is None else group["factor"]
     K = K / roots[0]
     sigma = (state["variance"] / weights.E).sqrt() + group["eps"]
     K = K if group["no_lift"] else K * (K.square().clamp(max=1) * roots[0] / (c * sigma)).clamp(min=1)

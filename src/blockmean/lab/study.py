@@ -1,8 +1,7 @@
 """A study of tuned optimizers: finished schedules, several tuned settings, fresh seeds.
 
     cell      a task, its arms, how many runs tune each of them, and with how many fresh seeds the best settings run
-    tuning    coordinate descent over rate, weight decay, β₂, β₁ and warm-up with one seed; twice the budget for AdamW
-    run-off   AdamW's best settings with two more seeds, as its losses are the noisiest; the best mean is taken
+    tuning    coordinate descent over rate, weight decay, β₂, β₁ and warm-up; twice the budget for AdamW
     final     the best settings with fresh seeds, the same for all arms: equal weights, equal batches
     curve     AdamW's best settings with fewer and more tokens: its loss L(D) tells gains as tokens saved
 
@@ -11,6 +10,7 @@ What to run next follows from the records, so a study resumes wherever it was st
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -29,8 +29,8 @@ from blockmean.lab.tasks import Task, require_one_of
 from blockmean.lab.tokens import CONTEXT
 from blockmean.lab.train import Record
 
-TUNING_SEED = 100
-RUNOFF_SEEDS = (101, 102)
+TUNING_SEEDS = (100, 101)
+"""All arms tune with the first. Where a cell says so, AdamW has the mean of both: its losses vary most."""
 TIMING_SEEDS, TIMING_STEPS = (200, 201, 202), 40
 """Short runs for times that are published: the long ones share the machine with whatever else runs."""
 
@@ -73,7 +73,7 @@ class Study:
         cell = self.cells[name]
         if arm in cell.search_less:
             return self.best(name, BASELINE)
-        return self.best(cell.like, arm) if cell.like else ARMS[arm].start
+        return self.best(cell.like, arm) if cell.like and arm not in cell.anew else ARMS[arm].start
 
     def search(self, name: str, arm: str) -> Search | None:
         """The search of an arm as far as its records go; None if it cannot begin."""
@@ -86,34 +86,21 @@ class Study:
         known = self.records(name)
 
         def loss(point: Point) -> float | None:
-            records = known.of([self.spec(name, arm, point, TUNING_SEED)])
-            return held_out_loss(records[0]) if records else None
+            specs = self.tuning_specs(name, arm, point)
+            records = known.of(specs)
+            return statistics.mean(map(tuning_loss, records)) if len(records) == len(specs) else None
 
         return descend(start, self.axes(name, arm), budget, loss)
 
     def best(self, name: str, arm: str) -> Point | None:
         """The best settings of an arm; None as long as its tuning is not over, or if it always diverged."""
         found = self.search(name, arm)
-        if found is None or found.wanted is not None or found.loss == float("inf"):
-            return None
-        losses = self.runoff(name, arm, found)
-        if any(None in own for own in losses.values()):
-            return None
-        return min(losses, key=lambda point: statistics.mean(map(float, losses[point])), default=found.best)
+        return found.best if found is not None and found.wanted is None and found.loss != float("inf") else None
 
-    def runoff_specs(self, name: str, arm: str, found: Search) -> dict[Point, list[RunSpec]]:
-        """The best points of AdamW's search with all tuning seeds: with one alone, a lucky one would be chosen."""
-        count = self.cells[name].runoff if arm == BASELINE and found.wanted is None else 0
-        points = sorted(found.tried, key=lambda point: found.tried[point])[:count]
-        return {point: [self.spec(name, arm, point, seed) for seed in (TUNING_SEED, *RUNOFF_SEEDS)] for point in points}
-
-    def runoff(self, name: str, arm: str, found: Search) -> dict[Point, list[float | None]]:
-        """Their losses; None for a run without a record."""
-        known = self.records(name)
-        return {
-            point: [held_out_loss(records[0]) if (records := known.of([spec])) else None for spec in specs]
-            for point, specs in self.runoff_specs(name, arm, found).items()
-        }
+    def tuning_specs(self, name: str, arm: str, point: Point) -> list[RunSpec]:
+        """The runs that tell how good a point is."""
+        count = self.cells[name].baseline_seeds if arm == BASELINE else 1
+        return [self.spec(name, arm, point, seed) for seed in TUNING_SEEDS[:count]]
 
     def spec(self, name: str, arm: str, point: Point, seed: int, steps: int = 0) -> RunSpec:
         """A run of a cell; `arm` may be one of its ablations."""
@@ -148,7 +135,7 @@ class Study:
         if point is None or (cell.start and self.best(cell.start, BASELINE) is None):
             return []
         points = [(rate, *point[1:]) for rate in cell.rates] or [point]
-        return [self.spec(name, arm, one, seed) for seed in range(cell.seeds_of(arm)) for one in points]
+        return [self.spec(name, arm, one, seed) for seed in range(cell.seeds) for one in points]
 
     def curve_specs(self, name: str) -> dict[float, list[RunSpec]]:
         """AdamW's runs with fewer and more steps."""
@@ -202,8 +189,7 @@ class Study:
             for arm in arms:
                 found = self.search(name, arm)
                 if found is not None and found.wanted is not None:
-                    yield name, arm, self.spec(name, arm, found.wanted, TUNING_SEED)
-                for specs in self.runoff_specs(name, arm, found).values() if found is not None else ():
+                    specs = self.tuning_specs(name, arm, found.wanted)
                     yield from ((name, arm, spec) for spec in specs if not known.of([spec]))
             curve = self.curve_specs(name) if BASELINE in self.arms else {}
             parts = {
@@ -223,7 +209,7 @@ class Study:
         while todo := list(self.wanted()):
             name = todo[0][0]
             batch = [(arm, spec) for cell, arm, spec in todo if cell == name]
-            if batch[0][1].seed == TUNING_SEED:
+            if batch[0][1].seed in TUNING_SEEDS:
                 batch = batch[:jobs]  # what comes next depends on them
             arms = {spec.key: arm for arm, spec in batch}
             for record in run_all([spec for _, spec in batch], self.file(name), data_dir, jobs):
@@ -263,8 +249,8 @@ class Study:
         for name, cell in self.cells.items():
             done = len(self.records(name).every())
             arms = self.arms_of(name)
-            tuning = sum(map(cell.budget, arms)) + len(RUNOFF_SEEDS) * cell.runoff * (BASELINE in self.arms)
-            final = sum(map(cell.seeds_of, arms)) * max(1, len(cell.rates))
+            tuning = sum(cell.budget(arm) * (cell.baseline_seeds if arm == BASELINE else 1) for arm in arms)
+            final = cell.seeds * len(arms) * max(1, len(cell.rates))
             more = cell.curve_seeds * sum(cell.curve) if BASELINE in self.arms else 0
             ablations = len(cell.ablations) * cell.few_seeds if "Anova" in self.arms else 0
             whole = tuning + final + more + ablations  # in runs of the cell's own length
@@ -286,6 +272,17 @@ class Study:
             }
             mine = next(iter(guesses.values()), max(_work(task) / 4e10, 0.02))
         return 1.04 * mine * task.steps
+
+
+def tuning_loss(record: Record) -> float:
+    """What settings are chosen by; infinite for a run that diverged.
+
+    Of tokens the training loss over the last twentieth of the steps, of windows that have hardly been seen before: so
+    the held-out text is for the final runs alone. Of images, which are seen in every epoch, the held-out loss.
+    """
+    if not record["spec"]["tokenizer"]:
+        return held_out_loss(record)
+    return math.inf if record["train_loss"] is None else float(record["train_loss"])
 
 
 def describe(record: Record) -> str:

@@ -91,8 +91,10 @@ class Cell:
     """The cell whose best settings the searches of this one start from."""
     only_rate: bool = False
     """Whether the searches move the rate alone."""
-    runoff: int = 0
-    """How many of AdamW's best points run again with two more tuning seeds."""
+    anew: tuple[str, ...] = ()
+    """Arms whose search starts where those of cells without `like` do."""
+    baseline_seeds: int = 1
+    """Of every point of AdamW's search."""
     curve: tuple[float, ...] = ()
     """AdamW also runs with these multiples of the steps."""
     curve_seeds: int = 3
@@ -107,11 +109,7 @@ class Cell:
     search_less: Mapping[str, int] = field(default_factory=dict)
     """Arms that start from AdamW's best settings of this cell and search the rate only, with so many runs."""
     few_seeds: int = 3
-    """Of ablations and of the arms that search less."""
-
-    def seeds_of(self, arm: str) -> int:
-        """The number of fresh seeds of an arm."""
-        return self.few_seeds if arm in self.search_less else self.seeds
+    """Of ablations."""
 
     def budget(self, arm: str) -> int:
         """How many runs may tune an arm; 0 if it takes the settings of another cell."""
@@ -125,7 +123,9 @@ class Cell:
         return tuple(axis if axis.name in moving else Axis(axis.name, (value,)) for axis, value in pairs)
 
 
-def _language(model: str, steps: int, batch: int = 16, title: str = "", text: str = "python-docs") -> Task:
+def _language(
+    model: str, steps: int, batch: int = 16, title: str = "", text: str = "python-docs", split: str = "pieces"
+) -> Task:
     return Task(
         text,
         model,
@@ -138,14 +138,15 @@ def _language(model: str, steps: int, batch: int = 16, title: str = "", text: st
         decay="linear",
         clip=1.0,
         tokenizer=text,
+        split=split,
     )
 
 
 ABLATIONS = {
     "means=0": Arm("Anova", options={"means": 0}),
-    **{f"means={k}, hidden layers": Arm("PlainAnova", options={"means": k}) for k in (4, 8, 16, 64)},
+    **{f"means={k}, but for the vocabulary": Arm("PlainAnova", options={"means": k}) for k in (4, 8, 16, 64)},
     **{f"refresh_every={every}": Arm("Anova", options={"refresh_every": every}) for every in (1, 5, 20)},
-    "factor fixed at 1": Arm("PlainAnova", options={"fixed_factor": True}),
+    **{f"factor fixed at {c:g}": Arm("PlainAnova", options={"factor": c}) for c in (0.7, 1.0)},
     "no lift": Arm("PlainAnova", options={"no_lift": True}),
     "second moments of E per entry": Arm("PlainAnova", options={"remainder_per_entry": True}),
     "sketches G Gᵀ U and Gᵀ G V": Arm("PlainAnova", options={"own_sketches": True}),
@@ -154,18 +155,24 @@ ABLATIONS = {
 }
 """What Anova is compared with, at its best settings. `PlainAnova` is its slow twin in lab/ablations.py."""
 
-TUNED = {BASELINE: 24, "NAdamW": 12, "Muon + AdamW": 12, "SOAP": 12, "SOAP, every 10": 12, "Anova": 12}
-LESS = {"AdamBMA": 6, "Adam-mini": 6}
+TUNED = {BASELINE: 36, "NAdamW": 18, "Muon + AdamW": 18, "SOAP": 18, "SOAP, every 10": 18, "Anova": 18}
+LESS = {"AdamBMA": 4, "Adam-mini": 4}
 PUBLISHED = {
+    "XS-tuning": Cell(
+        _language("gpt-64", 488, title="GPT, .1M parameters, tuning", split="end"),
+        TUNED,
+        seeds=0,
+        baseline_seeds=2,
+        search_less=LESS,
+    ),
     "XS": Cell(
         _language("gpt-64", 488, title="GPT, .1M parameters, 2M tokens"),
-        TUNED,
-        seeds=16,
-        runoff=8,
+        dict.fromkeys([*TUNED, *LESS], 0),
+        seeds=8,
+        like="XS-tuning",
         curve=(0.5, 2.0),
         longer="XS-4x",
         ablations=ABLATIONS,
-        search_less=LESS,
     ),
     "XS-4x": Cell(
         _language("gpt-64", 1952, title="GPT, .1M, 8M tokens"),
@@ -190,10 +197,18 @@ PUBLISHED = {
         rates=(3e-5, 1e-4, 3e-4, 1e-3, 3e-3),
         start="XS",
     ),
+    "S-tuning": Cell(
+        _language("gpt-96", 1611, title="GPT, .34M parameters, tuning", split="end"),
+        {BASELINE: 8, **dict.fromkeys(RIVALS[1:], 3)},
+        seeds=0,
+        like="XS-tuning",
+        anew=(BASELINE,),
+    ),
     "S": Cell(
         _language("gpt-96", 1611, title="GPT, .34M parameters, 6.6M tokens"),
-        {BASELINE: 12, **dict.fromkeys(RIVALS[1:], 4)},
+        dict.fromkeys(RIVALS, 0),
         seeds=3,
+        like="S-tuning",
         curve=(0.5, 2.0),
         curve_seeds=1,
     ),
@@ -224,7 +239,10 @@ PUBLISHED = {
         curve_seeds=1,
     ),
 }
-"""The published study; adding a cell is adding a row. In this order they run."""
+"""The published study; adding a cell is adding a row. In this order they run.
+
+The tuning of XS and S held out the end of the text. All other cells hold out pieces of it: its end is an index.
+"""
 
 
 def _tiny(cell: Cell, steps: int) -> Cell:
@@ -233,11 +251,12 @@ def _tiny(cell: Cell, steps: int) -> Cell:
     budgets = {arm: min(budget, 4) for arm, budget in cell.arms.items() if arm in (BASELINE, "SOAP, every 10", "Anova")}
     some = dict(list(cell.ablations.items())[:2])
     few = replace(cell, task=task, arms=budgets, ablations=some, search_less={})
-    return replace(few, seeds=2, runoff=min(cell.runoff, 2), curve_seeds=2, few_seeds=2)
+    return replace(few, seeds=min(cell.seeds, 2), curve_seeds=2, few_seeds=2)
 
 
 PROFILES: dict[str, dict[str, Cell]] = {
     "quick": {
+        "XS-tuning": _tiny(PUBLISHED["XS-tuning"], 60),
         "XS": _tiny(PUBLISHED["XS"], 60),
         "XS-4x": _tiny(PUBLISHED["XS-4x"], 240),
         "finetune": _tiny(PUBLISHED["finetune"], 20),

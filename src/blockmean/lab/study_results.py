@@ -5,20 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain
+from typing import NamedTuple
 
-from blockmean.lab.compare import (
-    MedianRange,
-    Table,
-    differences,
-    format_number,
-    interval,
-    median_range,
-    p_value,
-    pairs,
-)
+import numpy as np
+from scipy.interpolate import PchipInterpolator
+
+from blockmean.lab.compare import Table, differences, format_number, interval, p_value
 from blockmean.lab.race import held_out_loss
-from blockmean.lab.study import RUNOFF_SEEDS, Findings, Study
+from blockmean.lab.study import Findings, Study
 from blockmean.lab.study_cells import AXES, BASELINE, Cell
 from blockmean.lab.study_search import at_edge
 from blockmean.lab.train import Record
@@ -39,38 +34,76 @@ def tokens_curve(study: Study, name: str) -> Curve:
 
 
 def equivalent_steps(curve: Curve, loss: float) -> float:
-    """The steps after which AdamW has a loss, by interpolation in the logarithm of the steps.
+    """The steps after which AdamW has a loss, by monotone cubic interpolation in the logarithm of the steps.
 
-    Zero where it is above all of the curve, infinite where it is below: the curve does not go that far.
+    Straight lines would lie above a convex curve, and so overstate what AdamW needs. Zero where the loss is above all
+    of the curve, infinite where it is below: the curve does not go that far.
     """
-    if not curve or loss > curve[0][1]:
+    falling = [point for i, point in enumerate(curve) if all(point[1] < loss for _, loss in curve[:i])]
+    if not falling or loss > falling[0][1]:
         return 0.0
-    for (before, high), (after, low) in pairwise(curve):
-        if low <= loss <= high:
-            part = (high - loss) / (high - low) if high > low else 0.0
-            return math.exp(math.log(before) + part * (math.log(after) - math.log(before)))
-    return curve[-1][0] if loss == curve[-1][1] else math.inf
+    if loss <= falling[-1][1]:
+        return falling[-1][0] if loss == falling[-1][1] else math.inf
+    steps, losses = zip(*reversed(falling), strict=True)
+    return float(np.exp(PchipInterpolator(losses, np.log(steps))(loss)))
 
 
-def saved(curve: Curve, records: Sequence[Record], iteration: float = 1.0) -> MedianRange | None:
-    """Tokens of runs as a part of those that AdamW needs for the same loss; times `iteration`, a ratio, seconds.
+class Saving(NamedTuple):
+    """A cost as a part of AdamW's for the same loss, and its ends where the paired difference has its 95% interval.
 
-    Needs a curve of two points at least. 0 is a bound: AdamW does not get there within its curve.
+    Zero where AdamW's curve ends before it has that loss, infinite where the loss is above all of it.
     """
-    if len(curve) < 2 or len(records) < 2:
+
+    ratio: float
+    low: float
+    high: float
+    bounds: tuple[float, float]
+    """The smallest and largest ratio that the curve can tell."""
+
+    def __str__(self) -> str:
+        ends = "–".join(map(self._text, (self.low, self.high)))
+        return f"{self._text(self.ratio)} ({ends})" if self.low < self.high else self._text(self.ratio)
+
+    def _text(self, value: float) -> str:
+        if value == 0:
+            return f"< {self.bounds[0]:.2f}"
+        return f"> {self.bounds[1]:.2f}" if math.isinf(value) else f"{value:.2f}"
+
+
+def saved(curve: Curve, ours: Sequence[Record], theirs: Sequence[Record], iteration: float = 1.0) -> Saving | None:
+    """Tokens of runs as a part of those that AdamW needs for their mean loss; times `iteration`, a ratio, seconds.
+
+    AdamW's loss plus the paired difference is looked up on its curve. Needs a curve of two points at least.
+    """
+    gained = differences(ours, theirs, held_out_loss)
+    if len(curve) < 2 or not gained or not all(map(math.isfinite, gained)):
         return None
-    needed = [equivalent_steps(curve, held_out_loss(record)) for record in records]
-    steps = [record["spec"]["steps"] * iteration for record in records]
-    return median_range([mine / its if its else math.inf for mine, its in zip(steps, needed, strict=True)])
+    steps, their_loss = ours[0]["spec"]["steps"], statistics.mean(map(held_out_loss, theirs))
+    half = found.half_width if (found := interval(gained)) else 0.0
+    needed = [equivalent_steps(curve, their_loss + statistics.mean(gained) + shift) for shift in (0.0, -half, half)]
+    ratio, low, high = (iteration * steps / its if its else math.inf for its in needed)
+    return Saving(ratio, low, high, (iteration * steps / curve[-1][0], iteration * steps / curve[0][0]))
 
 
-def iteration_ratio(study: Study, name: str, arm: str) -> MedianRange | None:
-    """Processor time of a step over AdamW's, seed by seed: of the short runs for times, or else of the final ones."""
+def iteration_ratio(study: Study, name: str, arm: str) -> float | None:
+    """Processor time of an iteration over AdamW's: of the short runs for times, or else of the final ones.
+
+    Forward and backward pass are the same code in all arms, so that their time is the median over all runs: what
+    differs between arms there is noise, and more than what most optimizers take.
+    """
     for records in (study.times(name), study.findings(name).final):
         if arm in records and BASELINE in records:
-            paces = pairs(records[arm], records[BASELINE], lambda record: record["seconds"] / record["spec"]["steps"])
-            return median_range([mine / its for mine, its in paces])
+            rest = statistics.median(
+                _pace(record, "seconds") - _pace(record, "step_seconds") for record in chain(*records.values())
+            )
+            mine, its = (statistics.median(_pace(r, "step_seconds") for r in records[one]) for one in (arm, BASELINE))
+            return (rest + mine) / (rest + its)
     return None
+
+
+def _pace(record: Record, what: str) -> float:
+    """Seconds of a step."""
+    return float(record[what] / max(1, record["spec"]["steps"]))
 
 
 def results_table(study: Study, name: str) -> Table:
@@ -80,7 +113,7 @@ def results_table(study: Study, name: str) -> Table:
     images = not cell.task.tokenizer
     rows = []
     for arm in sorted(found.final, key=lambda arm: statistics.mean(map(held_out_loss, found.final[arm]))):
-        ours, seeds = found.final[arm], cell.seeds_of(arm)
+        ours, seeds = found.final[arm], cell.seeds
         losses = list(map(held_out_loss, ours))
         gained = differences(ours, theirs, held_out_loss) if arm != BASELINE else []
         iteration = iteration_ratio(study, name, arm) if arm != BASELINE else None
@@ -95,9 +128,9 @@ def results_table(study: Study, name: str) -> Table:
                 *error,
                 str(interval(gained) or "–"),
                 f"{p:.2g}" if (p := p_value(gained)) is not None else "–",
-                _ratio(saved(curve, ours)) if arm != BASELINE else "–",
-                _ratio(saved(curve, ours, iteration.median)) if iteration else "–",
-                str(iteration or "–"),
+                str(saved(curve, ours, theirs) or "–") if arm != BASELINE else "–",
+                str(saved(curve, ours, theirs, iteration) or "–") if iteration else "–",
+                f"{iteration:.3f}" if iteration else "–",
                 f"{statistics.median(r['step_seconds'] / r['seconds'] for r in timed):.1%}",
                 f"{ours[-1]['state_bytes'] / ours[-1]['parameters']:.1f}",
             ]
@@ -119,61 +152,48 @@ def results_table(study: Study, name: str) -> Table:
     return Table(cell.task.title, header, rows)
 
 
-def _ratio(found: MedianRange | None) -> str:
-    """A ratio as text; 0 means that AdamW's curve ends before."""
-    if found is None:
-        return "–"
-    return "below the curve" if found.median == 0 else str(found)
-
-
 def settings_table(study: Study, name: str) -> Table:
     """The best settings of every arm, and what it took to find them."""
     cell, found = study.cells[name], study.findings(name)
     rows = []
     for arm, search in found.searches.items():
-        budget = cell.budget(arm)
-        if budget and not search.tried:
+        if not search.tried:  # none yet, or the settings are those of another cell
             continue
-        best = found.best.get(arm, search.best)
-        edges = at_edge(best, study.axes(name, arm)) if budget else []
-        state = "settings of the other cell" if not budget else f"{len(search.tried)} of {budget}"
+        edges = at_edge(search.best, study.axes(name, arm))
+        state = f"{len(search.tried)} of {cell.budget(arm)}"
+        if cell.baseline_seeds > 1 and arm == BASELINE:
+            state += f", {cell.baseline_seeds} seeds each"
         if search.wanted is not None:
             state += ", under way"
-        elif budget:
+        else:
             state += ", converged" if search.converged else ", budget spent"
-        others = study.runoff(name, arm, search)
-        state += f"; run-off: {len(others)} × {len(RUNOFF_SEEDS)}" if others else ""
-        losses = [loss for loss in others.get(best, [search.tried.get(best)]) if loss is not None]
         rows.append(
             [
                 arm,
-                *(f"{value:g}" for value in best),
+                *(f"{value:g}" for value in search.best),
                 state + (f"; edge: {', '.join(edges)}" if edges else ""),
-                format_number(statistics.mean(losses), ".4f") if losses else "–",
+                format_number(search.loss, ".4f"),
             ]
         )
-    header = ["optimizer", *(axis.name for axis in AXES), "tuning runs", "held-out loss, tuning seeds"]
+    header = ["optimizer", *(axis.name for axis in AXES), "points", "training loss" if cell.task.tokenizer else "loss"]
     return Table(f"{cell.task.title}: settings", header, rows)
 
 
 def sensitivity_table(study: Study, name: str) -> Table:
-    """What the settings beside the best ones cost: held-out loss minus theirs, with the first tuning seed."""
+    """What the settings beside the best ones cost: their loss minus the best one."""
     found = study.findings(name)
     rows = []
     for arm, search in found.searches.items():
-        best = found.best.get(arm, search.best)
-        if best not in search.tried or not math.isfinite(search.tried[best]):
+        if not search.tried or not math.isfinite(search.loss):
             continue
         cells = []
         for i in range(len(AXES)):
             others = {
                 point[i]: loss
                 for point, loss in search.tried.items()
-                if point[:i] == best[:i] and point[i + 1 :] == best[i + 1 :] and point != best
+                if point[:i] == search.best[:i] and point[i + 1 :] == search.best[i + 1 :] and point != search.best
             }
-            cells.append(
-                ", ".join(f"{x:g}: {_signed(y - search.tried[best])}" for x, y in sorted(others.items())) or "–"
-            )
+            cells.append(", ".join(f"{x:g}: {_signed(y - search.loss)}" for x, y in sorted(others.items())) or "–")
         rows.append([arm, *cells])
     return Table(f"{study.cells[name].task.title}: sensitivity", ["optimizer", *(axis.name for axis in AXES)], rows)
 
@@ -212,9 +232,17 @@ def ablations_table(study: Study, name: str) -> Table:
     for what, ours in found.ablations.items():
         gained = differences(ours, found.final.get("Anova", []), held_out_loss)
         mean = statistics.mean(map(held_out_loss, ours))
-        share = statistics.median(record["step_seconds"] / record["seconds"] for record in ours)
-        rows.append([what, str(len(ours)), format_number(mean, ".4f"), str(interval(gained) or "–"), f"{share:.1%}"])
-    header = ["Anova with", "seeds", "held-out loss", "− Anova's", "optimizer's share"]
+        p = p_value(gained)
+        rows.append(
+            [
+                what,
+                str(len(ours)),
+                format_number(mean, ".4f"),
+                str(interval(gained) or "–"),
+                f"{p:.2g}" if p is not None else "–",
+            ]
+        )
+    header = ["Anova with", "seeds", "held-out loss", "− Anova's", "p"]
     return Table(f"{study.cells[name].task.title}: ablations", header, rows)
 
 
@@ -236,8 +264,10 @@ def notes(study: Study) -> list[str]:
     for name, cell in study.cells.items():
         found = study.findings(name)
         counts = {arm: _final_runs(cell, found, arm) for arm in study.arms_of(name)}
-        wanted = {arm: cell.seeds_of(arm) * max(1, len(cell.rates)) for arm in counts}
+        wanted = {arm: cell.seeds * max(1, len(cell.rates)) for arm in counts}
         missing = [f"{arm} ({counts[arm]} of {wanted[arm]})" for arm in counts if counts[arm] < wanted[arm]]
+        if not any(wanted.values()):
+            continue
         if not any(counts.values()):
             lines.append(f"{name}: no final runs yet.")
         elif missing:

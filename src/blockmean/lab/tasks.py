@@ -102,6 +102,7 @@ class Task:
     crop: int = 0
     tokenizer: str = ""
     start: dict[str, Any] = field(default_factory=dict)
+    split: str = "end"
 
     def spec(self, arm: Mapping[str, Any], lr: float, seed: int, steps: int = 0, curve: bool = False) -> RunSpec:
         """A run of this task; `arm` has the optimizer and its options, and perhaps a warm-up of its own."""
@@ -196,7 +197,7 @@ def _channels_last(model: nn.Module) -> nn.Module:
 def verify_data(task: RunSpec | Task, data_dir: Path | None = None, download: bool = False) -> None:
     """Read the data of a task once: if it is missing or damaged, this should fail before hours of work."""
     if task.tokenizer:
-        read_tokens(task.dataset, task.tokenizer, data_dir)
+        read_tokens(task.dataset, task.tokenizer, data_dir, task.split)
     elif DATASETS[task.dataset].image:
         verify(task.dataset, data_dir, download)
     else:
@@ -206,7 +207,7 @@ def verify_data(task: RunSpec | Task, data_dir: Path | None = None, download: bo
 def load_data(spec: RunSpec | Task, data_dir: Path | None = None) -> Data:
     """The data of a run; it is read once per process."""
     if spec.tokenizer:
-        tokens = read_tokens(spec.dataset, spec.tokenizer, data_dir)
+        tokens = read_tokens(spec.dataset, spec.tokenizer, data_dir, spec.split)
         inputs, targets = windows(tokens.test.long())
         return Data(tokens.train, tokens.train[:0], inputs, targets)
     return _load(spec.dataset, spec.inputs, spec.loss, data_dir, is_own(spec.model))

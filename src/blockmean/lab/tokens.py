@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 VOCABULARY = 2_048
 CONTEXT = 256
 HELD_OUT = 20
-"""One part in this many of a text is held out, the last."""
+"""One part in this many of a text is held out."""
+PIECE = 10_000
+"""Characters: of longer texts every twentieth piece is held out. The end of a manual is its index."""
+SPLITS = ("pieces", "end")
 PYTHON_DOCS = "python-docs.txt.gz"
 
 
@@ -44,18 +47,19 @@ def windows(codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=2)
-def read_tokens(name: str, tokenizer: str, data_dir: Path | None = None) -> Tokens:
+def read_tokens(name: str, tokenizer: str, data_dir: Path | None = None, split: str = "pieces") -> Tokens:
     """The tokens of a text; those of `tokenizer`, the name of a text, are what its training part has most often.
 
     Kept in the cache folder: every process of a study needs them.
     """
     text, source = read_bytes(name, data_dir), read_bytes(tokenizer, data_dir)
-    identity = f"{package_version('tokenizers')} {VOCABULARY} {HELD_OUT} {len(text)} ".encode() + text + source
+    sizes = f"{VOCABULARY} {HELD_OUT} {PIECE} {split} {len(text)} "
+    identity = f"{package_version('tokenizers')} {sizes}".encode() + text + source
     path = cache_folder() / "tokens" / f"{hashlib.blake2b(identity, digest_size=12).hexdigest()}.pt"
     if path.exists():
         return Tokens(**torch.load(path, weights_only=True, mmap=False))
-    coder = train_tokenizer(_parts(source)[0])
-    found = Tokens(*(encode(coder, part) for part in _parts(text)))
+    coder = train_tokenizer(parts_of(source, split)[0])
+    found = Tokens(*(encode(coder, part) for part in parts_of(text, split)))
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.part")
     torch.save(found._asdict(), unfinished)
@@ -86,11 +90,18 @@ def _python_docs(data_dir: Path | None) -> Path:
     return found[0]
 
 
-def _parts(text: bytes) -> tuple[str, str]:
-    """What is for training, and what is held out."""
-    cut = len(text) - len(text) // HELD_OUT
-    first, last = (part.decode("utf-8", errors="replace") for part in (text[:cut], text[cut:]))
-    return first, last
+def parts_of(text: bytes, split: str) -> tuple[str, str]:
+    """What is for training, and what is held out: every 20th piece of the text, or its end."""
+    if split == "end":
+        cut = len(text) - len(text) // HELD_OUT
+        first, last = (part.decode("utf-8", errors="replace") for part in (text[:cut], text[cut:]))
+        return first, last
+    whole = text.decode("utf-8", errors="replace")
+    size = max(1, min(PIECE, len(whole) // HELD_OUT))
+    pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
+    kept = "".join(pieces[HELD_OUT - 1 :: HELD_OUT])
+    del pieces[HELD_OUT - 1 :: HELD_OUT]
+    return "".join(pieces), kept
 
 
 def train_tokenizer(text: str) -> Tokenizer:
