@@ -78,6 +78,14 @@ def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path):
         assert whole.file(name).read_text() == parts.file(name).read_text()
 
 
+def test_a_cell_whose_settings_others_take_is_tuned_and_no_more(tmp_path):
+    study, _ = filled(tmp_path, ("XS-4x",))
+    assert [row.final for row in study.plan()] == [0, 0, 4]
+    assert not study.file("XS").exists()
+    assert len(study.findings("XS-4x").final["Anova"]) == 2
+    assert notes(study) == []
+
+
 def test_the_best_settings_are_those_with_the_smallest_loss(tmp_path):
     study, _ = filled(tmp_path)
     assert study.best("XS", "Anova")[0] == 0.008

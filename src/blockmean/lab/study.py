@@ -60,6 +60,8 @@ class Study:
     arms: tuple[str, ...]
     folder: Path
     """Of the records, a file per cell."""
+    only_settings: frozenset[str] = frozenset()
+    """Cells that nobody asked for, whose settings others take: only their searches run."""
 
     def file(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
@@ -191,6 +193,8 @@ class Study:
                 if found is not None and found.wanted is not None:
                     specs = self.tuning_specs(name, arm, found.wanted)
                     yield from ((name, arm, spec) for spec in specs if not known.of([spec]))
+            if name in self.only_settings:
+                continue
             curve = self.curve_specs(name) if BASELINE in self.arms else {}
             parts = {
                 **{arm: self.final_specs(name, arm) for arm in arms},
@@ -253,6 +257,8 @@ class Study:
             final = cell.seeds * len(arms) * max(1, len(cell.rates))
             more = cell.curve_seeds * sum(cell.curve) if BASELINE in self.arms else 0
             ablations = len(cell.ablations) * cell.few_seeds if "Anova" in self.arms else 0
+            if name in self.only_settings:
+                final = more = ablations = 0
             whole = tuning + final + more + ablations  # in runs of the cell's own length
             rows.append(PlanRow(name, tuning, final, more + ablations, done, whole * self.seconds(name) / 3600))
         return rows
@@ -342,12 +348,13 @@ def make_study(
         unknown = [one for one in given if one not in every]
         if unknown:
             raise ValueError(f"There is no {what} {', '.join(map(repr, unknown))}. There are {'; '.join(every)}.")
+    asked = list(chosen)
     for name in chosen:
         chosen += [like for like in [known[name].like] if like and like not in chosen]
     found = {name: known[name] for name in known if name in chosen}
     if text is not None:
         found = {name: _on_text(cell, str(text.resolve())) for name, cell in found.items()}
-    return Study(found, tuple(arm for arm in ARMS if arm in runners), folder)
+    return Study(found, tuple(arm for arm in ARMS if arm in runners), folder, frozenset(found) - frozenset(asked))
 
 
 def missing_packages(study: Study) -> list[str]:

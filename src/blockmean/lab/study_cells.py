@@ -159,14 +159,14 @@ TUNED = {BASELINE: 36, "NAdamW": 18, "Muon + AdamW": 18, "SOAP": 18, "SOAP, ever
 LESS = {"AdamBMA": 4, "Adam-mini": 4}
 PUBLISHED = {
     "XS-tuning": Cell(
-        _language("gpt-64", 488, title="GPT, .1M parameters, tuning", split="end"),
+        _language("gpt-64", 488, title="GPT XS, tuning", split="end"),
         TUNED,
         seeds=0,
         baseline_seeds=2,
         search_less=LESS,
     ),
     "XS": Cell(
-        _language("gpt-64", 488, title="GPT, .1M parameters, 2M tokens"),
+        _language("gpt-64", 488, title="GPT XS, .38M parameters, 2M tokens"),
         dict.fromkeys([*TUNED, *LESS], 0),
         seeds=8,
         like="XS-tuning",
@@ -175,21 +175,21 @@ PUBLISHED = {
         ablations=ABLATIONS,
     ),
     "XS-4x": Cell(
-        _language("gpt-64", 1952, title="GPT, .1M, 8M tokens"),
+        _language("gpt-64", 1952, title="GPT XS, 8M tokens"),
         {BASELINE: 3, **dict.fromkeys(RIVALS[1:], 0)},
         seeds=3,
         like="XS",
         only_rate=True,
     ),
     "XS-16k": Cell(
-        _language("gpt-64", 122, batch=64, title="GPT, .1M, 2M tokens, batch 16k"),
+        _language("gpt-64", 122, batch=64, title="GPT XS, 2M tokens, batch 16k"),
         {BASELINE: 6, **dict.fromkeys(RIVALS[1:], 3)},
         seeds=3,
         like="XS",
         only_rate=True,
     ),
     "finetune": Cell(
-        replace(_language("gpt-64", 300, title="GPT, .1M, continued on Shakespeare"), dataset="shakespeare"),
+        replace(_language("gpt-64", 300, title="GPT XS, continued on Shakespeare"), dataset="shakespeare"),
         dict.fromkeys(RIVALS, 0),
         seeds=3,
         like="XS",
@@ -198,14 +198,14 @@ PUBLISHED = {
         start="XS",
     ),
     "S-tuning": Cell(
-        _language("gpt-96", 1611, title="GPT, .34M parameters, tuning", split="end"),
+        _language("gpt-96", 1611, title="GPT S, tuning", split="end"),
         {BASELINE: 8, **dict.fromkeys(RIVALS[1:], 3)},
         seeds=0,
         like="XS-tuning",
         anew=(BASELINE,),
     ),
     "S": Cell(
-        _language("gpt-96", 1611, title="GPT, .34M parameters, 6.6M tokens"),
+        _language("gpt-96", 1611, title="GPT S, .75M parameters, 6.6M tokens"),
         dict.fromkeys(RIVALS, 0),
         seeds=3,
         like="S-tuning",
@@ -230,7 +230,7 @@ PUBLISHED = {
         seeds=3,
     ),
     "M": Cell(
-        _language("gpt-160", 3021, title="GPT, 1.24M, 12.4M tokens"),
+        _language("gpt-160", 3021, title="GPT M, 1.94M parameters, 12.4M tokens"),
         {BASELINE: 2, **dict.fromkeys(RIVALS[1:], 0)},
         seeds=3,
         like="S",
