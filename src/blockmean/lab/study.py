@@ -75,7 +75,7 @@ class Study:
         cell = self.cells[name]
         if arm in cell.search_less:
             return self.best(name, BASELINE)
-        return self.best(cell.like, arm) if cell.like and arm not in cell.anew else ARMS[arm].start
+        return self.best(cell.like, arm) if cell.like else ARMS[arm].start
 
     def search(self, name: str, arm: str) -> Search | None:
         """The search of an arm as far as its records go; None if it cannot begin."""
