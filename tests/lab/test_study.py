@@ -116,7 +116,8 @@ def test_settings_of_language_models_are_chosen_without_the_held_out_text(tmp_pa
     record = {**record_of(spec, 3.0), "test_loss": 2.0}
     assert tuning_loss(record) == 3.0
     assert tuning_loss({**record, "diverged_at": 4, "train_loss": None}) == math.inf
-    images = PUBLISHED["vision"].task.spec({"optimizer": "AdamW"}, 1e-3, 100)
+    images = make_study(tmp_path, ["vision"]).tuning_specs("vision", "SGD", ARMS["SGD"].start)[0]
+    assert images.split == "validation"
     assert tuning_loss({**record, "spec": asdict(images)}) == 2.0
 
 

@@ -81,6 +81,16 @@ def test_held_out_pieces_come_from_all_of_a_text():
     assert tokens.parts_of(b"", "pieces") == ("", "")
 
 
+def test_settings_for_images_are_chosen_by_training_images_that_are_left_out():
+    spec = RunSpec("digits", "small", "AdamW", 1e-2, seed=0, steps=3, batch=50)
+    whole, part = load_data(spec), load_data(replace(spec, split="validation"))
+    assert torch.equal(torch.cat([part.train, part.test]), whole.train)
+    assert torch.equal(torch.cat([part.train_targets, part.test_targets]), whole.train_targets)
+    assert len(part.test) == len(whole.train) // 10
+    with pytest.raises(ValueError, match="split must be one of end, validation"):
+        run(replace(spec, split="pieces"))
+
+
 def test_held_out_windows_predict_the_token_after_each():
     data = load_data(SPEC)
     assert data.test.shape[1] == CONTEXT

@@ -40,7 +40,7 @@ class RunSpec:
     crop: int = 0  # pixels around each image, black, from which a piece of its size is cut, drawn in every epoch
     tokenizer: str = ""  # the text that byte pairs are taken from; without it a text is made of characters
     start: dict[str, Any] = field(default_factory=dict)  # the spec of the run that this one continues from
-    split: str = "end"  # which twentieth of a text in tokens is held out: its end, or every 20th of its pieces
+    split: str = "end"  # what is held out; see tasks.SPLITS
 
     @property
     def key(self) -> str:

@@ -101,8 +101,10 @@ class Study:
 
     def tuning_specs(self, name: str, arm: str, point: Point) -> list[RunSpec]:
         """The runs that tell how good a point is."""
-        count = self.cells[name].baseline_seeds if arm == BASELINE else 1
-        return [self.spec(name, arm, point, seed) for seed in TUNING_SEEDS[:count]]
+        cell = self.cells[name]
+        count = cell.baseline_seeds if arm == BASELINE else 1
+        specs = [self.spec(name, arm, point, seed) for seed in TUNING_SEEDS[:count]]
+        return specs if cell.task.tokenizer else [replace(spec, split="validation") for spec in specs]
 
     def spec(self, name: str, arm: str, point: Point, seed: int, steps: int = 0) -> RunSpec:
         """A run of a cell; `arm` may be one of its ablations."""
@@ -283,8 +285,9 @@ class Study:
 def tuning_loss(record: Record) -> float:
     """What settings are chosen by; infinite for a run that diverged.
 
-    Of tokens the training loss over the last twentieth of the steps, of windows that have hardly been seen before: so
-    the held-out text is for the final runs alone. Of images, which are seen in every epoch, the held-out loss.
+    Held-out data are for the final runs alone. Of tokens it is the training loss over the last twentieth of the steps,
+    whose windows have hardly been seen before; of images, which every epoch repeats, the loss on a part of the training
+    set that these runs leave out.
     """
     if not record["spec"]["tokenizer"]:
         return held_out_loss(record)

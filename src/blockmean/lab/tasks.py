@@ -147,6 +147,13 @@ class Data(NamedTuple):
     test_targets: Tensor
 
 
+SPLITS = {True: ("end", "pieces"), False: ("end", "validation")}
+"""Of a text in tokens a twentieth is held out: its end, or every 20th of its pieces.
+
+Of other data the test set, or a tenth of the training set, to choose settings by.
+"""
+
+
 def steps_per_epoch(dataset: str, batch: int) -> int:
     """Full batches in one pass over the training examples; those left over are not used."""
     require_one_of("dataset", dataset, DATASETS)
@@ -210,7 +217,11 @@ def load_data(spec: RunSpec | Task, data_dir: Path | None = None) -> Data:
         tokens = read_tokens(spec.dataset, spec.tokenizer, data_dir, spec.split)
         inputs, targets = windows(tokens.test.long())
         return Data(tokens.train, tokens.train[:0], inputs, targets)
-    return _load(spec.dataset, spec.inputs, spec.loss, data_dir, is_own(spec.model))
+    data = _load(spec.dataset, spec.inputs, spec.loss, data_dir, is_own(spec.model))
+    if spec.split == "validation":
+        cut = len(data.train) - len(data.train) // 10
+        return Data(data.train[:cut], data.train_targets[:cut], data.train[cut:], data.train_targets[cut:])
+    return data
 
 
 @lru_cache(maxsize=2)

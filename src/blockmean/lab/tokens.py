@@ -28,7 +28,6 @@ HELD_OUT = 20
 """One part in this many of a text is held out."""
 PIECE = 10_000
 """Characters: of longer texts every twentieth piece is held out. The end of a manual is its index."""
-SPLITS = ("pieces", "end")
 PYTHON_DOCS = "python-docs.txt.gz"
 
 

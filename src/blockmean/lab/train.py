@@ -30,6 +30,7 @@ from blockmean.lab.spec import RunSpec
 from blockmean.lab.tasks import (
     DATASETS,
     LOSSES,
+    SPLITS,
     Data,
     epoch_length,
     evaluate,
@@ -39,7 +40,7 @@ from blockmean.lab.tasks import (
     require_one_of,
     steps_per_epoch,
 )
-from blockmean.lab.tokens import CONTEXT, SPLITS
+from blockmean.lab.tokens import CONTEXT
 
 Record = dict[str, Any]
 
@@ -63,7 +64,7 @@ def check(spec: RunSpec) -> None:
     require_one_of("optimizer", spec.optimizer, tuple(arms.known()))
     require_one_of("inputs", spec.inputs, PREPARATIONS)
     require_one_of("decay", spec.decay, DECAYS)
-    require_one_of("split", spec.split, SPLITS)
+    require_one_of("split", spec.split, SPLITS[bool(spec.tokenizer)])
     if not 0 <= spec.warm_up < 1:
         raise ValueError(f"warm_up must be a part of the run, from 0 to below 1. Got {spec.warm_up} instead.")
     if (spec.flip or spec.crop) and (spec.tokenizer or not DATASETS[spec.dataset].image):
