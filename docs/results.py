@@ -321,7 +321,7 @@ def step_tables(found: Iterable[Costs]) -> str:
 def study_tables(study: Study) -> str:
     """The tables of every cell, and a picture of those that have final runs."""
     parts = []
-    for name in study.cells:
+    for name in sorted(study.cells, key=lambda name: not study.cells[name].seeds):  # what is only tuned comes last
         shown = study_cell_tables(study, name) if study.records(name).every() else []
         if study.findings(name).final and name != "XS":  # that one is on top of the page
             parts.append(f"![{name}: held-out loss against tokens and seconds](img/study-{name}.svg)")
