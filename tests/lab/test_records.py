@@ -44,6 +44,7 @@ PUBLISHED = {
     "race/transformer-64": (110, "79ffd688227d9550"),
     "measurements": (2, "bb1fdea86df2b300"),
     "study/S-end": (17, "5e7ea386b49ec4e2"),
+    "study/XS-end": (82, "beb7d7dd833994b4"),
     "study/XS-fewer-means": (56, "a5868cd464b115bd"),
     "study/XS-nadam-schedule": (12, "723f58ab0b432951"),
     "study/XS-other-lift": (20, "5009cbd3c845ee0a"),

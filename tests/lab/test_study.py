@@ -13,7 +13,7 @@ from blockmean.lab.records import append
 from blockmean.lab.study import TUNING_SEEDS, Study, make_study, tuning_loss
 from blockmean.lab.study_cells import ARMS, AXES, BASELINE, PROFILES, PUBLISHED
 from blockmean.lab.study_pictures import draw_cell
-from blockmean.lab.study_results import equivalent_steps, iteration_ratio, notes, saved, tables, tokens_curve
+from blockmean.lab.study_results import equivalent_steps, iteration_seconds, notes, saved, tables, tokens_curve
 from blockmean.lab.tasks import epoch_length
 from blockmean.lab.train import run
 
@@ -111,14 +111,15 @@ def test_adamws_settings_are_not_chosen_by_one_lucky_seed(tmp_path):
 
 
 def test_settings_of_language_models_are_chosen_without_the_held_out_text(tmp_path):
-    study = make_study(tmp_path, ["XS-tuning"], [BASELINE], "quick")
-    spec = study.tuning_specs("XS-tuning", BASELINE, ARMS[BASELINE].start)[0]
+    whole = make_study(tmp_path)
+    spec = whole.tuning_specs("XS-tuning", BASELINE, ARMS[BASELINE].start)[0]
     record = {**record_of(spec, 3.0), "test_loss": 2.0}
     assert tuning_loss(record) == 3.0
     assert tuning_loss({**record, "diverged_at": 4, "train_loss": None}) == math.inf
-    images = make_study(tmp_path, ["vision"]).tuning_specs("vision", "SGD", ARMS["SGD"].start)[0]
-    assert images.split == "validation"
-    assert tuning_loss({**record, "spec": asdict(images)}) == 2.0
+    for name, arm in (("vision", "SGD"), ("M", BASELINE)):
+        other = whole.tuning_specs(name, arm, ARMS[arm].start)[0]
+        assert other.split == "validation"
+        assert tuning_loss({**record, "spec": asdict(other)}) == 2.0
 
 
 def test_gains_are_told_as_tokens_of_adamws_own_curve(tmp_path):
@@ -138,6 +139,8 @@ def test_gains_are_told_as_tokens_of_adamws_own_curve(tmp_path):
     assert (found.low, found.high) == (0.0, math.inf)  # of two seeds nothing can be said
     assert str(found) == "0.50 (< 0.25–> 2.00)"
     assert saved(curve[:1], anova, adamw) is None
+    assert saved(curve, anova, []) is None
+    assert saved(curve, anova[:1], [adamw[0], {**adamw[1], "diverged_at": 3}]) is None
 
 
 def test_a_ratio_has_the_ends_of_the_paired_interval(tmp_path):
@@ -151,14 +154,14 @@ def test_a_ratio_has_the_ends_of_the_paired_interval(tmp_path):
 
 def test_times_are_those_of_short_runs_where_there_are_any(tmp_path):
     study, _ = filled(tmp_path)
-    assert iteration_ratio(study, "XS", "Anova") == pytest.approx(1)
+    assert iteration_seconds(study, "XS") == pytest.approx(dict.fromkeys(CHOSEN, 0.01))
     assert study.times("XS") == {}
     for arm, specs in study.timing_specs("XS").items():
         for spec in specs:
             step = {"step_seconds": 0.004 * spec.steps if arm == "Anova" else 0.001 * spec.steps}
             append(study.file("XS-times"), spec.key, {**record_of(spec, 6.0), **step})
     # Forward and backward pass: 9 ms beside AdamW's steps, 6 ms beside Anova's, which can only be noise.
-    assert iteration_ratio(study, "XS", "Anova") == pytest.approx((0.0075 + 0.004) / (0.0075 + 0.001))
+    assert iteration_seconds(study, "XS") == pytest.approx({BASELINE: 0.0085, "Anova": 0.0115})
     assert next(study.wanted(), None) is None
 
 
@@ -185,7 +188,10 @@ def test_the_p_value_is_that_of_a_paired_t_test():
 def test_tables_notes_and_pictures_come_from_whatever_records_there_are(tmp_path):
     empty = make_study(tmp_path / "empty", None, CHOSEN, "quick")
     assert [table for name in empty.cells for table in tables(empty, name)] == []
-    assert notes(empty) == [f"{name}: no final runs yet." for name in PROFILES["quick"] if name != "XS-tuning"]
+    assert [note for note in notes(empty) if "final" in note] == [
+        f"{name}: no final runs yet." for name in PROFILES["quick"] if name != "XS-tuning"
+    ]
+    assert notes(empty)[0] == "XS-tuning: the search is not over of AdamW; Anova."
     study, _ = filled(tmp_path, ("XS", "XS-4x", "finetune"))
     assert notes(study) == []
     found = {table.title: table for name in study.cells for table in tables(study, name)}
@@ -202,7 +208,7 @@ def test_tables_notes_and_pictures_come_from_whatever_records_there_are(tmp_path
     assert [row[0] for row in ablations.rows] == ["means=0", "means=4, but for the vocabulary"]
     assert draw_cell(study, "XS", tmp_path / "picture").svg.stat().st_size > 1_000
     partly, _ = filled(tmp_path / "partly", stop=10)
-    assert any("final runs" in note for note in notes(partly))
+    assert "XS-tuning: the search is not over of Anova." in notes(partly)
 
 
 def test_a_real_study_runs_and_resumes(tmp_path, monkeypatch, quick_workers):
@@ -229,6 +235,7 @@ def test_a_real_study_runs_and_resumes(tmp_path, monkeypatch, quick_workers):
 def test_a_text_of_the_users_own_takes_the_place_of_the_documentation(tmp_path):
     study = make_study(tmp_path, ["XS", "finetune"], CHOSEN, "full", tmp_path / "own.txt")
     assert study.cells["XS"].task.dataset == study.cells["XS"].task.tokenizer == str(tmp_path / "own.txt")
+    assert study.tuning_specs("XS-tuning", BASELINE, ARMS[BASELINE].start)[0].split == "validation"
     assert study.cells["finetune"].task.dataset == "shakespeare"
     assert study.cells["finetune"].task.tokenizer == str(tmp_path / "own.txt")
 

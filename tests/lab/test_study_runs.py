@@ -70,14 +70,17 @@ def test_a_twentieth_of_a_text_is_held_out_and_kept_in_the_cache(monkeypatch):
 
 def test_held_out_pieces_come_from_all_of_a_text():
     text = "".join(f"{number:07} λ\n" for number in range(100_000))
+    piece = len(text) // 400  # of very long texts tokens.PIECE
     train, test = tokens.parts_of(text.encode(), "pieces")
     assert len(train) + len(test) == len(text)
-    assert len(test) == 5 * tokens.PIECE
-    assert text.index(test[: tokens.PIECE]) == 19 * tokens.PIECE
-    assert test[: tokens.PIECE] not in train
+    assert len(test) == 20 * piece
+    assert text.index(test[:piece]) == 19 * piece
+    assert test[:piece] not in train
+    rest, validation = tokens.parts_of(text.encode(), "validation")
+    assert text.index(validation[:piece]) == 18 * piece
+    assert len(rest) + len(validation) + len(test) == len(text)
+    assert test[:piece] not in rest and validation[:piece] not in rest
     assert "".join(tokens.parts_of(text.encode(), "end")) == text
-    short = tokens.parts_of(b"abcdefghij" * 4, "pieces")
-    assert tuple(map(len, short)) == (38, 2)
     assert tokens.parts_of(b"", "pieces") == ("", "")
 
 

@@ -104,7 +104,8 @@ class Study:
         cell = self.cells[name]
         count = cell.baseline_seeds if arm == BASELINE else 1
         specs = [self.spec(name, arm, point, seed) for seed in TUNING_SEEDS[:count]]
-        return specs if cell.task.tokenizer else [replace(spec, split="validation") for spec in specs]
+        old = cell.task.tokenizer and cell.task.split == "end"
+        return specs if old else [replace(spec, split="validation") for spec in specs]
 
     def spec(self, name: str, arm: str, point: Point, seed: int, steps: int = 0) -> RunSpec:
         """A run of a cell; `arm` may be one of its ablations."""
@@ -283,13 +284,12 @@ class Study:
 
 
 def tuning_loss(record: Record) -> float:
-    """What settings are chosen by; infinite for a run that diverged.
+    """What settings are chosen by; infinite for a run that diverged. Held-out data are for the final runs alone.
 
-    Held-out data are for the final runs alone. Of tokens it is the training loss over the last twentieth of the steps,
-    whose windows have hardly been seen before; of images, which every epoch repeats, the loss on a part of the training
-    set that these runs leave out.
+    It is the loss on data for validation. Where the end of a text is held out, which is of another kind, it is the
+    training loss over the last twentieth of the steps.
     """
-    if not record["spec"]["tokenizer"]:
+    if record["spec"].get("split") == "validation":
         return held_out_loss(record)
     return math.inf if record["train_loss"] is None else float(record["train_loss"])
 
@@ -377,4 +377,5 @@ def _on_text(cell: Cell, text: str) -> Cell:
     task = cell.task
     if not task.tokenizer:
         return cell
-    return replace(cell, task=replace(task, tokenizer=text, dataset=text if not cell.start else task.dataset))
+    dataset = text if not cell.start else task.dataset
+    return replace(cell, task=replace(task, tokenizer=text, dataset=dataset, split="pieces"))

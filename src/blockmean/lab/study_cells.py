@@ -90,7 +90,7 @@ class Cell:
     like: str = ""
     """The cell whose best settings the searches of this one start from."""
     only_rate: bool = False
-    """Whether the searches move the rate alone."""
+    """Whether the searches of all arms but AdamW move the rate alone."""
     baseline_seeds: int = 1
     """Of every point of AdamW's search."""
     curve: tuple[float, ...] = ()
@@ -115,7 +115,8 @@ class Cell:
 
     def axes(self, arm: str, start: Point) -> tuple[Axis, ...]:
         """All axes of a search; those that do not move have the one value of its start."""
-        moving = ("lr",) if self.only_rate or arm in self.search_less else ARMS[arm].axes
+        few = (self.only_rate and arm != BASELINE) or arm in self.search_less
+        moving = ("lr",) if few else ARMS[arm].axes
         grids = [SGD_DECAY if arm == "SGD" and axis.name == "weight_decay" else axis for axis in AXES]
         pairs = zip(grids, start, strict=True)
         return tuple(axis if axis.name in moving else Axis(axis.name, (value,)) for axis, value in pairs)
@@ -197,12 +198,12 @@ PUBLISHED = {
     ),
     "S": Cell(
         _language("gpt-96", 1611, title="GPT S, .75M parameters, 6.6M tokens"),
-        {BASELINE: 6, **dict.fromkeys(RIVALS[1:], 3)},
+        {BASELINE: 10, **dict.fromkeys(RIVALS[1:], 5)},
         seeds=3,
         like="XS",
         only_rate=True,
         curve=(0.5, 2.0),
-        curve_seeds=1,
+        curve_seeds=2,
     ),
     "vision": Cell(
         Task(
@@ -227,7 +228,7 @@ PUBLISHED = {
         seeds=3,
         like="S",
         only_rate=True,
-        curve=(2.0,),
+        curve=(0.5, 2.0),
         curve_seeds=1,
     ),
 }

@@ -12,7 +12,7 @@ from blockmean.lab.picture import Picture, save
 from blockmean.lab.spec import RunSpec
 from blockmean.lab.study import Study
 from blockmean.lab.study_cells import ARMS, BASELINE
-from blockmean.lab.study_results import tokens_curve
+from blockmean.lab.study_results import iteration_seconds, tokens_curve
 from blockmean.lab.tasks import epoch_length
 from blockmean.lab.tokens import CONTEXT
 from blockmean.lab.train import Record
@@ -28,16 +28,15 @@ def draw_cell(study: Study, name: str, path: Path) -> Picture:
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     figure.suptitle(f"{cell.task.title}: held-out loss", fontsize=12)
     left, right = figure.subplots(1, 2, sharey=True)
-    ends, times = [], study.times(name)
+    ends, paces = [], iteration_seconds(study, name)
     for arm, records in found.final.items():
         kept = [record for record in records if record["diverged_at"] is None]
         if not kept:
             continue
         steps, losses = _course(kept)
-        timed = times.get(arm, kept)  # on a quiet machine, if there are such runs
-        pace = statistics.median(record["seconds"] / record["spec"]["steps"] for record in timed)
         _line(left, [step * unit / 1e6 for step in steps], losses, arm)
-        _line(right, [step * pace for step in steps], losses, arm)
+        if arm in paces:
+            _line(right, [step * paces[arm] for step in steps], losses, arm)
         ends.append((losses[len(losses) // 4], losses[-1]))
     curve = tokens_curve(study, name)
     if len(curve) > 1:

@@ -22,19 +22,24 @@ Curve = list[tuple[float, float]]
 """(steps, mean held-out loss) of AdamW, fewer steps first."""
 
 
-def tokens_curve(study: Study, name: str) -> Curve:
-    """AdamW's loss L(D): of runs that each finished their own schedule, with the cell's steps and multiples of them."""
+def curve_records(study: Study, name: str) -> dict[int, list[Record]]:
+    """AdamW's runs that each finished their own schedule, with the cell's steps and multiples of them."""
     cell, found = study.cells[name], study.findings(name)
     points = {round(times * cell.task.steps): records for times, records in found.curve.items()}
     points[cell.task.steps] = found.final.get(BASELINE, [])
     if cell.longer in study.cells:
         points[study.cells[cell.longer].task.steps] = study.findings(cell.longer).final.get(BASELINE, [])
-    means = {steps: statistics.mean(map(held_out_loss, records)) for steps, records in points.items() if records}
+    return {steps: records for steps, records in points.items() if records}
+
+
+def tokens_curve(study: Study, name: str) -> Curve:
+    """AdamW's loss L(D)."""
+    means = {steps: statistics.mean(map(held_out_loss, own)) for steps, own in curve_records(study, name).items()}
     return sorted((float(steps), loss) for steps, loss in means.items() if math.isfinite(loss))
 
 
 def equivalent_steps(curve: Curve, loss: float) -> float:
-    """The steps after which AdamW has a loss, by monotone cubic interpolation in the logarithm of the steps.
+    """The steps after which AdamW has a loss, by monotone cubic interpolation of it over the logarithm of the steps.
 
     Straight lines would lie above a convex curve, and so overstate what AdamW needs. Zero where the loss is above all
     of the curve, infinite where it is below: the curve does not go that far.
@@ -44,8 +49,8 @@ def equivalent_steps(curve: Curve, loss: float) -> float:
         return 0.0
     if loss <= falling[-1][1]:
         return falling[-1][0] if loss == falling[-1][1] else math.inf
-    steps, losses = zip(*reversed(falling), strict=True)
-    return float(np.exp(PchipInterpolator(losses, np.log(steps))(loss)))
+    steps, losses = zip(*falling, strict=True)
+    return float(np.exp(PchipInterpolator(np.log(steps), losses).solve(loss, extrapolate=False)[0]))
 
 
 class Saving(NamedTuple):
@@ -76,29 +81,26 @@ def saved(curve: Curve, ours: Sequence[Record], theirs: Sequence[Record], iterat
     AdamW's loss plus the paired difference is looked up on its curve. Needs a curve of two points at least.
     """
     gained = differences(ours, theirs, held_out_loss)
-    if len(curve) < 2 or not gained or not all(map(math.isfinite, gained)):
+    steps, their_loss = ours[0]["spec"]["steps"], statistics.mean(map(held_out_loss, theirs)) if theirs else math.inf
+    if len(curve) < 2 or not gained or not all(map(math.isfinite, (*gained, their_loss))):
         return None
-    steps, their_loss = ours[0]["spec"]["steps"], statistics.mean(map(held_out_loss, theirs))
     half = found.half_width if (found := interval(gained)) else 0.0
     needed = [equivalent_steps(curve, their_loss + statistics.mean(gained) + shift) for shift in (0.0, -half, half)]
     ratio, low, high = (iteration * steps / its if its else math.inf for its in needed)
     return Saving(ratio, low, high, (iteration * steps / curve[-1][0], iteration * steps / curve[0][0]))
 
 
-def iteration_ratio(study: Study, name: str, arm: str) -> float | None:
-    """Processor time of an iteration over AdamW's: of the short runs for times, or else of the final ones.
+def iteration_seconds(study: Study, name: str) -> dict[str, float]:
+    """Processor time of an iteration with every arm: of the short runs for times, or else of the final ones.
 
     Forward and backward pass are the same code in all arms, so that their time is the median over all runs: what
     differs between arms there is noise, and more than what most optimizers take.
     """
-    for records in (study.times(name), study.findings(name).final):
-        if arm in records and BASELINE in records:
-            rest = statistics.median(
-                _pace(record, "seconds") - _pace(record, "step_seconds") for record in chain(*records.values())
-            )
-            mine, its = (statistics.median(_pace(r, "step_seconds") for r in records[one]) for one in (arm, BASELINE))
-            return (rest + mine) / (rest + its)
-    return None
+    records = study.times(name) or study.findings(name).final
+    if not records:
+        return {}
+    rest = statistics.median(_pace(r, "seconds") - _pace(r, "step_seconds") for r in chain(*records.values()))
+    return {arm: rest + statistics.median(_pace(r, "step_seconds") for r in own) for arm, own in records.items()}
 
 
 def _pace(record: Record, what: str) -> float:
@@ -110,13 +112,15 @@ def results_table(study: Study, name: str) -> Table:
     """The arms of a cell with final runs, the smallest held-out loss first."""
     cell, found = study.cells[name], study.findings(name)
     theirs, curve = found.final.get(BASELINE, []), tokens_curve(study, name)
+    seconds = iteration_seconds(study, name)
     images = not cell.task.tokenizer
     rows = []
     for arm in sorted(found.final, key=lambda arm: statistics.mean(map(held_out_loss, found.final[arm]))):
         ours, seeds = found.final[arm], cell.seeds
         losses = list(map(held_out_loss, ours))
         gained = differences(ours, theirs, held_out_loss) if arm != BASELINE else []
-        iteration = iteration_ratio(study, name, arm) if arm != BASELINE else None
+        timed_both = arm != BASELINE and arm in seconds and BASELINE in seconds
+        iteration = seconds[arm] / seconds[BASELINE] if timed_both else None
         timed = study.times(name).get(arm, ours)
         error = [f"{statistics.mean(record['test_error'] for record in ours):.2%}"] if images else []
         rows.append(
@@ -205,10 +209,14 @@ def _signed(value: float) -> str:
 def curve_table(study: Study, name: str) -> Table:
     """AdamW's loss with fewer and more tokens."""
     cell = study.cells[name]
-    rows = [
-        [f"{steps / cell.task.steps:g}", f"{steps:.0f}", f"{loss:.4f}"] for steps, loss in tokens_curve(study, name)
-    ]
-    return Table(f"{cell.task.title}: AdamW's L(D)", ["× the tokens", "steps", "held-out loss"], rows)
+    rows = []
+    for steps, records in sorted(curve_records(study, name).items()):
+        losses = list(map(held_out_loss, records))
+        deviation = f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "–"
+        mean = format_number(statistics.mean(losses), ".4f")
+        rows.append([f"{steps / cell.task.steps:g}", str(steps), str(len(losses)), mean, deviation])
+    header = ["× the tokens", "steps", "seeds", "held-out loss", "σ"]
+    return Table(f"{cell.task.title}: AdamW's L(D)", header, rows)
 
 
 def rates_table(study: Study, name: str) -> Table:
@@ -262,19 +270,28 @@ def notes(study: Study) -> list[str]:
     """What is missing."""
     lines = []
     for name, cell in study.cells.items():
-        if name in study.only_settings:
-            continue
         found = study.findings(name)
-        counts = {arm: _final_runs(cell, found, arm) for arm in study.arms_of(name)}
-        wanted = {arm: cell.seeds * max(1, len(cell.rates)) for arm in counts}
-        missing = [f"{arm} ({counts[arm]} of {wanted[arm]})" for arm in counts if counts[arm] < wanted[arm]]
-        if not any(wanted.values()):
+        lines += [f"{problem}; it counts as missing." for problem in dict.fromkeys(found.unusable)]
+        arms = study.arms_of(name)
+        ready = {arm for arm, search in found.searches.items() if search.wanted is None}
+        waiting = [arm for arm in arms if cell.budget(arm) and arm not in ready]
+        if waiting:
+            lines.append(f"{name}: the search is not over of {'; '.join(waiting)}.")
+        if name in study.only_settings or not cell.seeds:
             continue
+        counts = {arm: _final_runs(cell, found, arm) for arm in arms}
+        wanted = dict.fromkeys(counts, cell.seeds * max(1, len(cell.rates)))
+        if BASELINE in arms:
+            counts |= {f"{BASELINE} × {times:g}": len(found.curve.get(times, [])) for times in cell.curve}
+            wanted |= {f"{BASELINE} × {times:g}": cell.curve_seeds for times in cell.curve}
+        if "Anova" in arms and cell.ablations:
+            counts["ablations"] = sum(map(len, found.ablations.values()))
+            wanted["ablations"] = len(cell.ablations) * cell.few_seeds
+        missing = [f"{what} ({counts[what]} of {wanted[what]})" for what in counts if counts[what] < wanted[what]]
         if not any(counts.values()):
             lines.append(f"{name}: no final runs yet.")
         elif missing:
-            lines.append(f"{name}: final runs are missing of {'; '.join(missing)}.")
-        lines += [f"{problem}; it counts as missing." for problem in dict.fromkeys(found.unusable)]
+            lines.append(f"{name}: runs are missing of {'; '.join(missing)}.")
     return lines
 
 

@@ -147,10 +147,10 @@ class Data(NamedTuple):
     test_targets: Tensor
 
 
-SPLITS = {True: ("end", "pieces"), False: ("end", "validation")}
-"""Of a text in tokens a twentieth is held out: its end, or every 20th of its pieces.
+SPLITS = {True: ("end", "pieces", "validation"), False: ("end", "validation")}
+"""Of a text in tokens a twentieth is held out: its end, every 20th of its pieces, or the pieces before those.
 
-Of other data the test set, or a tenth of the training set, to choose settings by.
+Of other data the test set, or a tenth of the training set. Validation is what settings are chosen by.
 """
 
 

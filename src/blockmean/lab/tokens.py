@@ -90,17 +90,20 @@ def _python_docs(data_dir: Path | None) -> Path:
 
 
 def parts_of(text: bytes, split: str) -> tuple[str, str]:
-    """What is for training, and what is held out: every 20th piece of the text, or its end."""
+    """What is for training, and what is held out: every 20th piece of the text, or its end.
+
+    For validation the pieces before those are held out, and neither are for training.
+    """
     if split == "end":
         cut = len(text) - len(text) // HELD_OUT
         first, last = (part.decode("utf-8", errors="replace") for part in (text[:cut], text[cut:]))
         return first, last
     whole = text.decode("utf-8", errors="replace")
-    size = max(1, min(PIECE, len(whole) // HELD_OUT))
+    size = max(1, min(PIECE, len(whole) // HELD_OUT**2))
     pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
-    kept = "".join(pieces[HELD_OUT - 1 :: HELD_OUT])
-    del pieces[HELD_OUT - 1 :: HELD_OUT]
-    return "".join(pieces), kept
+    out = {HELD_OUT - 1, HELD_OUT - 2} if split == "validation" else {HELD_OUT - 1}
+    train = "".join(piece for i, piece in enumerate(pieces) if i % HELD_OUT not in out)
+    return train, "".join(pieces[min(out) :: HELD_OUT])
 
 
 def train_tokenizer(text: str) -> Tokenizer:
