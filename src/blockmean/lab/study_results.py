@@ -275,9 +275,9 @@ def notes(study: Study) -> list[str]:
         arms = study.arms_of(name)
         ready = {arm for arm, search in found.searches.items() if search.wanted is None}
         waiting = [arm for arm in arms if cell.budget(arm) and arm not in ready]
-        if waiting:
-            lines.append(f"{name}: the search is not over of {'; '.join(waiting)}.")
+        searching = [f"{name}: the search is not over of {'; '.join(waiting)}."] if waiting else []
         if name in study.only_settings or not cell.seeds:
+            lines += searching
             continue
         counts = {arm: _final_runs(cell, found, arm) for arm in arms}
         wanted = dict.fromkeys(counts, cell.seeds * max(1, len(cell.rates)))
@@ -290,8 +290,9 @@ def notes(study: Study) -> list[str]:
         missing = [f"{what} ({counts[what]} of {wanted[what]})" for what in counts if counts[what] < wanted[what]]
         if not any(counts.values()):
             lines.append(f"{name}: no final runs yet.")
-        elif missing:
-            lines.append(f"{name}: runs are missing of {'; '.join(missing)}.")
+            continue
+        lines += searching
+        lines += [f"{name}: runs are missing of {'; '.join(missing)}."] if missing else []
     return lines
 
 

@@ -92,9 +92,12 @@ def _walk(found: Search, i: int, axis: Axis, direction: int, look: Callable[[Poi
 
 
 def at_edge(point: Point, axes: Sequence[Axis]) -> list[str]:
-    """The axes that move and of which a point has the first or last value, so that a better one may lie beyond."""
+    """The axes that move and of which a point has the first or last value, so that a better one may lie beyond.
+
+    Beyond a weight decay of zero nothing lies.
+    """
     return [
         axis.name
         for value, axis in zip(point, axes, strict=True)
-        if len(axis.values) > 1 and value in (axis.values[0], axis.values[-1])
+        if len(axis.values) > 1 and value in (axis.values[0], axis.values[-1]) and value != 0
     ]
