@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -18,6 +19,7 @@ from blockmean.lab.tasks import epoch_length
 from blockmean.lab.train import run
 
 CHOSEN = (BASELINE, "Anova")
+RECORDS = Path(__file__).parents[2] / "results" / "study"
 
 
 def record_of(spec, loss, seconds=0.01):
@@ -288,3 +290,10 @@ def test_the_command_names_packages_that_are_missing(tmp_path, monkeypatch):
     result = command("--records", tmp_path)
     assert isinstance(result.exception, SystemExit)
     assert "pytorch_optimizer" in str(result.exception) and "[race]" in str(result.exception)
+
+
+def test_cells_that_are_only_tuned_are_not_timed(tmp_path):
+    study, _ = filled(tmp_path, ("XS-4x",))
+    assert {name: len(study.timing_specs(name)) for name in study.cells} == {"XS-tuning": 0, "XS": 0, "XS-4x": 2}
+    assert [table.header[-1] for table in tables(study, "XS-tuning")][:1] == ["validation loss"]
+    assert tables(make_study(RECORDS, ["XS-tuning"]), "XS-tuning")[0].header[-1] == "training loss"

@@ -30,7 +30,7 @@ from blockmean.lab.tokens import CONTEXT
 from blockmean.lab.train import Record
 
 TUNING_SEEDS = (100, 101)
-"""All arms tune with the first. Where a cell says so, AdamW has the mean of both: its losses vary most."""
+"""All arms tune with the first. Where a cell says so, AdamW has the mean of both, so that no lucky seed sets it."""
 TIMING_SEEDS, TIMING_STEPS = (200, 201, 202), 40
 """Short runs for times that are published: the long ones share the machine with whatever else runs."""
 
@@ -104,8 +104,7 @@ class Study:
         cell = self.cells[name]
         count = cell.baseline_seeds if arm == BASELINE else 1
         specs = [self.spec(name, arm, point, seed) for seed in TUNING_SEEDS[:count]]
-        old = cell.task.tokenizer and cell.task.split == "end"
-        return specs if old else [replace(spec, split="validation") for spec in specs]
+        return [replace(spec, split="validation") for spec in specs] if cell.validates else specs
 
     def spec(self, name: str, arm: str, point: Point, seed: int, steps: int = 0) -> RunSpec:
         """A run of a cell; `arm` may be one of its ablations."""
@@ -235,7 +234,9 @@ class Study:
     def timing_specs(self, name: str) -> dict[str, list[RunSpec]]:
         """Short runs of the arms whose settings are known."""
         points = {arm: point for arm in self.arms_of(name) if (point := self.best(name, arm)) is not None}
-        if (start := self.cells[name].start) and self.best(start, BASELINE) is None:
+        cell = self.cells[name]
+        waits = cell.start and self.best(cell.start, BASELINE) is None
+        if waits or not cell.seeds or name in self.only_settings:
             return {}
         return {
             arm: [self.spec(name, arm, point, seed, TIMING_STEPS) for seed in TIMING_SEEDS]

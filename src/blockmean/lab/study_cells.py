@@ -109,6 +109,11 @@ class Cell:
     few_seeds: int = 3
     """Of ablations."""
 
+    @property
+    def validates(self) -> bool:
+        """Whether settings are chosen on data for validation; where the end of a text is held out, by training loss."""
+        return not (self.task.tokenizer and self.task.split == "end")
+
     def budget(self, arm: str) -> int:
         """How many runs may tune an arm; 0 if it takes the settings of another cell."""
         return self.search_less.get(arm, self.arms.get(arm, 0))

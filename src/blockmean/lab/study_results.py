@@ -179,7 +179,12 @@ def settings_table(study: Study, name: str) -> Table:
                 format_number(search.loss, ".4f"),
             ]
         )
-    header = ["optimizer", *(axis.name for axis in AXES), "points", "training loss" if cell.task.tokenizer else "loss"]
+    header = [
+        "optimizer",
+        *(axis.name for axis in AXES),
+        "points",
+        "validation loss" if cell.validates else "training loss",
+    ]
     return Table(f"{cell.task.title}: settings", header, rows)
 
 
